@@ -1,0 +1,142 @@
+"""plan, estimate, load, probe: everything that starts no training."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from partita import plans, search
+from partita.cluster import Cluster, cluster_of, probe_path
+from partita.cost.figures import Figures
+from partita.errors import Fault, refuse
+from partita.pages.json import figures_json
+from partita.plans import Plan
+from partita.program import Program
+from partita.runtime.launch import cache_folder
+from partita.runtime.probe import probe as measure
+from partita.runtime.programs import program_of
+from partita.simulate import Timeline, simulate
+from partita.simulate import estimate as predict
+from partita.strategies import GARDEN
+from partita.strategy import check, compose
+from partita.workload import Workload
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Predicted figures of a plan, and the Program′ they were read from."""
+
+    plan: Plan
+    program: Program
+    cluster: Cluster
+    figures: Figures
+
+    def json(self) -> dict[str, Any]:
+        """The keys of the contract."""
+        return figures_json(self.figures, self.plan.hash)
+
+    def timeline(self) -> Timeline:
+        """Every event with start and end, for a trace."""
+        return simulate(self.program, self.cluster, self.plan.mesh, traced=True)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a probe wrote, and how far its own held-out measurements are from it."""
+
+    path: Path
+    residuals: dict[str, float]
+    notes: tuple[str, ...]
+
+    def json(self) -> dict[str, Any]:
+        return {"path": str(self.path), "residuals": self.residuals, "notes": list(self.notes)}
+
+
+def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Plan:
+    """The plan in a TOML file.
+
+    Raises:
+        Refused: With every fault of the file at once.
+    """
+    return plans.load(path, overrides, strategies=GARDEN)
+
+
+def estimate(plan: Plan, program: Program | None = None) -> Estimate:
+    """Time, memory and traffic of one step of a plan; no ranks, no GPU.
+
+    Args:
+        plan: Any legal plan.
+        program: Of one device; None captures the plan's workload.
+
+    Raises:
+        Refused: With every reason why a strategy cannot split this workload on this mesh.
+    """
+    workload = plan.workload
+    if program is None:
+        workload = with_workload(plan)
+        program = program_of(workload, cache_folder())
+    refuse(check(program, plan.strategies, plan.mesh))
+    said = compose(program, plan.strategies, plan.mesh)
+    cluster = cluster_at(plan.cluster)
+    return Estimate(plan, said, cluster, predict(said, cluster, plan.mesh, workload or Workload("python")))
+
+
+def with_workload(plan: Plan) -> Workload:
+    """The plan's workload.
+
+    Raises:
+        Refused: P119, if it has none and no model was given either.
+    """
+    if plan.workload is None:
+        law = "a plan without a workload is trained and proved with a model of your own"
+        cure = "Plan(workload=...), or model=, batches= and loss="
+        refuse([Fault("P119", "the plan has no workload", law=law, cure=cure, at="plan.workload")])
+    assert plan.workload is not None
+    return plan.workload
+
+
+def plan(
+    workload: Workload | str,
+    *,
+    on: str = "here",
+    ranks: int | None = None,
+    memory: float | None = None,
+    minimise: str = "time",
+) -> search.Choices:
+    """The best plan of a workload on a cluster, the runner-up, and why each other one lost.
+
+    Args:
+        workload: A Workload, or what the command line takes: a catalogue name, ``hf:…``, ``python:…`` or a TOML file.
+        on: Name or path of the cluster.
+        ranks: Devices to use; None means all of them.
+        memory: Bytes a device may use; None means what it has.
+        minimise: "time", "memory" or "traffic".
+    """
+    task = plans.read_workload(workload) if isinstance(workload, str) else plans.complete(workload)
+    cluster = cluster_at(on)
+    program = program_of(task, cache_folder())
+    kinds = list(GARDEN.values())
+    return search.search(program, cluster, ranks or cluster.devices, task, kinds, minimise=minimise, memory=memory)
+
+
+def probe(*, out: str | Path | None = None, quick: bool = False) -> Probe:
+    """Measure this machine and keep what was measured in the user's cache folder, or in `out`."""
+    lines: list[str] = []
+    path = measure(cache_folder(), quick=quick, out=Path(out) if out else None, say=lines.append)
+    return Probe(path, dict(residuals_of(path)), tuple(lines[-2:]))
+
+
+def residuals_of(path: Path) -> Mapping[str, float]:
+    """Median held-out error by class, as a probe file keeps it."""
+    measured = cluster_of(str(path), folder=path.parent).measured
+    return measured.residuals if measured else {}
+
+
+def cluster_at(name: str) -> Cluster:
+    """A cluster by name; `here` is read from this machine's probe file, if there is one."""
+    return cluster_of(name, folder=Path.cwd(), probe_dir=cache_folder())
+
+
+def probed() -> bool:
+    """Whether this machine has been measured."""
+    return probe_path(cache_folder()).is_file()

@@ -1,0 +1,368 @@
+"""train: predicts, runs on ranks, and says predicted | measured | error.
+
+The prediction is computed and written before the first rank starts; nothing measured in the run enters it.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from partita.api.planning import Estimate, estimate, probe, probed, with_workload
+from partita.api.planning import plan as search_plans
+from partita.cluster import cores
+from partita.cost.figures import Figures
+from partita.errors import Fault, refuse
+from partita.pages.json import dumps
+from partita.plans import Plan
+from partita.program import Program
+from partita.runtime.batch import Feed, divides
+from partita.runtime.capture import capture
+from partita.runtime.checkpoint import latest, peek
+from partita.runtime.corpus import held_out_of
+from partita.runtime.launch import ranks_from_environment
+from partita.runtime.outcome import Outcome, run
+from partita.runtime.programs import dressed
+from partita.runtime.sample import sample
+from partita.runtime.subject import Subject, subject_of
+from partita.runtime.training import Training
+from partita.units import format_bytes
+from partita.workload import GPT, Llama, Workload
+
+Loss = Callable[[Any, dict[str, Any]], Any]
+OptimizerFactory = Callable[[nn.Module], Optimizer]
+Batches = Callable[[int], dict[str, Any]] | Iterable[dict[str, Any]]
+Told = Callable[[Mapping[str, Any]], None]
+
+STEPS = 200  # of a run that does not say
+# The main job: a byte-level model that a laptop trains in minutes. Rate and schedule as for small GPTs of this width.
+MAIN = Workload(
+    "gpt",
+    GPT(layers=4, hidden=256, heads=4, vocab=256, sequence=128),
+    batch=32,
+    learning_rate=2e-3,
+    schedule="cosine",
+    warmup=20,
+    horizon=STEPS,
+)
+MOST_RANKS = 4  # of the main job
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run came to.
+
+    Args:
+        plan: That was run.
+        outcome: Of the ranks; None after a dry run.
+        predicted: Before it started.
+        figures: Measured; their step time is the 10th percentile of the timed steps.
+        run_dir: Where it wrote; None if nowhere.
+        sample: Of the text it learned.
+    """
+
+    plan: Plan
+    predicted: Estimate
+    outcome: Outcome | None = None
+    figures: Figures | None = None
+    run_dir: Path | None = None
+    sample: str | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def losses(self) -> list[float]:
+        """The global loss of every step, as one device computes it."""
+        return self.outcome.losses if self.outcome else []
+
+    @property
+    def error(self) -> dict[str, float]:
+        """Predicted / measured - 1: time, memory, traffic."""
+        return self.predicted.figures.error(self.figures) if self.figures else {}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Whole parameters and buffers, as on one device."""
+        return self._kept("state")
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Whole gradients of the last step; needs ``keep_gradients=True``."""
+        return self._kept("gradients")
+
+    def _kept(self, kind: str) -> dict[str, Tensor]:
+        if self.outcome is None or kind not in self.outcome.tensors:
+            raise LookupError(
+                f"this run kept no {kind}: pass keep_gradients=True" if kind == "gradients" else "a dry run keeps nothing"
+            )
+        return self.outcome.tensors[kind]
+
+    def json(self) -> dict[str, Any]:
+        """The keys of the contract."""
+        if self.outcome is None or self.figures is None:
+            return {"steps": 0, "losses": [], "predicted": self.predicted.json(), "run_dir": None, "notes": list(self.notes)}
+        outcome, held = self.outcome, self.outcome.results[0]["held_out"]
+        return {
+            "steps": outcome.results[0]["first"] + len(outcome.losses),
+            "losses": outcome.losses,
+            "held_out_loss": held[-1][1] if held else None,
+            "step_seconds": outcome.median,
+            "step_seconds_p10": self.figures.step_seconds,
+            "memory_bytes": {"peak": outcome.peak},
+            "resident_bytes": outcome.resident,
+            "traffic": [t.json() for t in self.figures.traffic],
+            "wire_bytes_per_rank": outcome.wire_bytes_per_rank,
+            "predicted": self.predicted.json(),
+            "error": self.error,
+            "run_dir": str(self.run_dir) if self.run_dir else None,
+            "interrupted": outcome.interrupted,
+            "sample": self.sample,
+            "notes": list(self.notes),
+        }
+
+
+def train(  # noqa: PLR0913 - the contract's keywords
+    plan: Plan | None = None,
+    *,
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    batches: Batches | None = None,
+    loss: Loss | None = None,
+    optimizer: OptimizerFactory | None = None,
+    forward: tuple[str, ...] | None = None,
+    steps: int | None = None,
+    clip: tuple[float, float] | float | None = None,
+    batch_norm: str | None = None,
+    keep_gradients: bool = False,
+    data: str | None = None,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    save_every: int | None = None,
+    eval_every: int | None = None,
+    dry_run: bool = False,
+    progress: Told | None = None,
+) -> Run:
+    """Train a plan's workload, or a model of your own, on the ranks the plan needs.
+
+    Args:
+        plan: None trains a small GPT on this machine, with a planned split, on the standard library's own source text.
+        model: A seeded factory, or a module; None trains the plan's workload.
+        batches: batches(step) -> the global batch of a step as keyword arguments, or an iterable of them.
+        loss: loss(output, batch) -> a scalar, or (sum, weight).
+        optimizer: optimizer(module) -> an optimizer of its parameters [AdamW].
+        forward: Batch keys passed to the module [those its forward accepts].
+        steps: In all; a resumed run goes on to this number [200].
+        clip: Largest gradient norm, or (norm, p) [the workload's].
+        batch_norm: "microbatch" accepts batch statistics of microbatches.
+        keep_gradients: Keep the last step's gradients.
+        data: A text file or folder, for the main job.
+        out: The run folder; must not exist or be empty.
+        resume: A run folder to go on from.
+        save_every, eval_every: Steps between checkpoints and held-out losses; None means at the end.
+        dry_run: Predict, and start no rank.
+        progress: Told of every step.
+
+    Raises:
+        Refused: Before anything starts, with every fault.
+        RunFailed: When the ground gives way; the message names the cause and a way on.
+        KeyboardInterrupt: After Ctrl-C, when the step is finished and saved.
+    """
+    plan = plan or main_plan(replace(MAIN, data=data))
+    own = model is not None
+    subject = subject_of(with_workload(plan)) if model is None else subject_from(model, batches, loss, optimizer, forward)
+    training = _training(plan, steps, clip, batch_norm, eval_every=eval_every, save_every=save_every, own=own)
+    training = replace(training, keep=frozenset({"state", *(["gradients"] if keep_gradients else [])}))
+    folder, source = _folders(plan, out, resume, own=own)
+    refuse([*_steps_left(source, training.steps), *_folder_faults(folder, source)])
+    if plan.cluster == "here" and not dry_run and not probed() and ranks_from_environment() is None:
+        probe(quick=True)
+    program, subject = _captured(plan, subject, training, own=own)
+    predicted = estimate(plan, program)
+    refuse(_room(predicted))
+    if dry_run:
+        return Run(plan, predicted, notes=("a dry run: no rank was started",))
+    if folder is not None:
+        _open(folder, plan, predicted)
+    training = replace(training, folder=folder, resume=source)
+    outcome = run(plan.mesh, subject, plan.strategies, program, training, progress=_teller(progress, training))
+    text = _sample(plan, subject, outcome) if not own else None
+    done = Run(plan, predicted, outcome, outcome.figures(), folder, text, predicted.figures.notes)
+    if folder is not None:
+        (folder / "summary.json").write_text(dumps(_movable(done.json())) + "\n")
+    if outcome.interrupted:
+        at = f"; go on with: partita train --resume {folder}" if folder else ""
+        raise KeyboardInterrupt(f"stopped after step {done.json()['steps']}{at}")
+    return done
+
+
+# ---- what is trained
+def main_plan(workload: Workload = MAIN) -> Plan:
+    """The small GPT, split as is best on this machine."""
+    if not probed() and ranks_from_environment() is None:
+        probe(quick=True)
+    counts = [n for n in (1, 2, 4) if n <= min(cores(), MOST_RANKS)]
+    found = [search_plans(workload, on="here", ranks=n).plans[0] for n in counts]
+    return min(found, key=lambda choice: choice.figures.step_seconds).plan
+
+
+def subject_from(
+    model: Callable[[], nn.Module] | nn.Module,
+    batches: Batches | None,
+    loss: Loss | None,
+    optimizer: OptimizerFactory | None,
+    forward: tuple[str, ...] | None,
+) -> Subject:
+    """A subject from a user's own parts.
+
+    Raises:
+        Refused: P102, naming every part that is missing or of the wrong kind.
+    """
+    faults = []
+    if batches is None:
+        faults.append(_missing("batches", "batches(step) -> {name: tensor}, or an iterable of such dicts"))
+    if loss is not None and not callable(loss):
+        faults.append(_missing("loss", "loss(output, batch) -> a scalar, or (sum, weight)"))
+    if not callable(model):
+        faults.append(_missing("model", "a factory that returns a module, or a module"))
+    refuse(faults)
+    assert batches is not None
+    whole = model
+    make = (lambda: _copied(whole)) if isinstance(whole, nn.Module) else whole
+    return Subject(make, Feed(batches), loss or (lambda output, batch: output), optimizer or _adamw, forward)
+
+
+def _missing(name: str, cure: str) -> Fault:
+    return Fault(
+        "P102",
+        f"{name}= is missing or cannot be called",
+        law="a model of your own comes with its batches",
+        cure=cure,
+        at=f"train({name}=)",
+    )
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """The user's module itself in a forked rank is a copy already; here it is copied, so that it is never changed."""
+    return copy.deepcopy(module)
+
+
+def _adamw(module: nn.Module) -> Optimizer:
+    return AdamW(p for p in module.parameters() if p.requires_grad)
+
+
+def _training(
+    plan: Plan,
+    steps: int | None,
+    clip: tuple[float, float] | float | None,
+    batch_norm: str | None,
+    *,
+    eval_every: int | None,
+    save_every: int | None,
+    own: bool,
+) -> Training:
+    pair = (float(clip), 2.0) if isinstance(clip, int | float) else clip
+    common = {"steps": steps or STEPS, "batch_norm": batch_norm, "save_every": save_every, "evaluate_every": eval_every}
+    if own or plan.workload is None:
+        return Training(microbatches=plan.accumulate, clip=pair, **common)
+    workload = plan.workload
+    return Training(
+        microbatches=workload.accumulate,
+        clip=pair or (None if workload.clip is None else (workload.clip, 2.0)),
+        schedule=workload.schedule,
+        warmup=workload.warmup,
+        horizon=workload.horizon,
+        seed=workload.seed,
+        held_out=held_out_of(workload) if workload.sequence else None,
+        **common,
+    )
+
+
+def _captured(plan: Plan, subject: Subject, training: Training, *, own: bool) -> tuple[Program, Subject]:
+    """The single-device Program of one global microbatch, and the subject with its batches checked as they come."""
+    feed = subject.batches if isinstance(subject.batches, Feed) else Feed(subject.batches)
+    feed(0)
+    samples = feed.samples or 1
+    refuse(divides(samples, 1, training.microbatches))
+    subject = replace(subject, batches=feed)
+    program = capture(subject, samples // training.microbatches)
+    like = Workload("python", batch=samples, accumulate=training.microbatches) if own else with_workload(plan)
+    return replace(dressed(program, like), microbatches=training.microbatches, clip=training.clip is not None), subject
+
+
+# ---- the run folder
+def _folders(plan: Plan, out: str | Path | None, resume: str | Path | None, *, own: bool) -> tuple[Path | None, Path | None]:
+    """(where this run writes, where it goes on from)."""
+    source = Path(resume) if resume else None
+    if out is not None:
+        return Path(out), source
+    if source is not None:
+        return source, source
+    if own:
+        return None, None
+    name = with_workload(plan).model.rpartition(":")[2].replace("/", "-").removesuffix("-config.json").strip("-")
+    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}", None
+
+
+def _folder_faults(folder: Path | None, source: Path | None) -> list[Fault]:
+    if folder is None or folder == source or not folder.exists():
+        return []
+    if folder.is_dir() and not any(folder.iterdir()):
+        return []
+    have = f"{len(list(folder.iterdir()))} entries" if folder.is_dir() else "a file"
+    law = "a run never writes over another; an empty folder is fine"
+    return [Fault("P113", f"{str(folder)!r} is in use", have, law, f"another folder, or resume={str(folder)!r}", "out")]
+
+
+def _steps_left(source: Path | None, steps: int) -> list[Fault]:
+    if source is None:
+        return []
+    done = peek(latest(source / "checkpoints" if (source / "checkpoints").is_dir() else source)).step
+    if done < steps:
+        return []
+    law = "steps counts all steps of the run, those before the checkpoint included"
+    return [
+        Fault(
+            "P112", f"steps = {steps} leaves nothing to do", f"the checkpoint has {done} steps", law, f"steps > {done}", "steps"
+        )
+    ]
+
+
+def _room(predicted: Estimate) -> list[Fault]:
+    figures = predicted.figures
+    if figures.fits:
+        return []
+    room = predicted.cluster.room(predicted.plan.mesh.ranks)
+    have = f"peak {format_bytes(figures.peak)} at {figures.peak_at}, room {format_bytes(room)}"
+    law = "the fullest rank must fit its device"
+    return [Fault("P111", "the plan does not fit", have, law, "a smaller batch, accumulate, more ranks", "workload.batch")]
+
+
+def _open(folder: Path, plan: Plan, predicted: Estimate) -> None:
+    """Write what is known before the first rank starts."""
+    launched = ranks_from_environment()
+    if launched is not None and launched.rank:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "plan.toml").exists() and plan.workload is not None:
+        (folder / "plan.toml").write_text(plan.to_toml(folder))
+    (folder / "predicted.json").write_text(dumps(predicted.json()) + "\n")
+
+
+def _movable(said: dict[str, Any]) -> dict[str, Any]:
+    """A summary without absolute paths."""
+    return {**said, "run_dir": "."}
+
+
+def _teller(progress: Told | None, training: Training) -> Callable[[int, float], None] | None:
+    if progress is None:
+        return None
+    return lambda step, loss: progress({"step": step, "steps": training.steps, "loss": loss})
+
+
+def _sample(plan: Plan, subject: Subject, outcome: Outcome) -> str | None:
+    """Text from a byte-level model, if that is what was trained."""
+    spec = with_workload(plan).spec
+    if not isinstance(spec, GPT | Llama) or with_workload(plan).model.startswith("hf:") or "state" not in outcome.tensors:
+        return None
+    return sample(subject.make, outcome.tensors["state"], spec.sequence)

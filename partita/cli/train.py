@@ -1,0 +1,78 @@
+"""`partita train`: trains, and says predicted | measured | error."""
+
+import argparse
+from pathlib import Path
+
+import partita
+from partita.cli.bar import progress
+from partita.cli.parser import count, overrides, quoted, read_plan, shared, spoken
+from partita.errors import Fault, refuse
+from partita.pages import json, text
+from partita.plans import Plan, read_workload
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    plan = "a plan file [a small GPT on this machine, with a planned split]"
+    data = "a text file or a folder of them [the standard library's own source text]"
+    parser.add_argument("plan", metavar="PLAN", nargs="?", help=plan)
+    parser.add_argument("--data", metavar="PATH", help=data)
+    parser.add_argument("--steps", type=count, help="optimizer steps in all; a resumed run goes on to this step")
+    parser.add_argument("-o", dest="out", metavar="DIR", help="the run folder; must not exist, or be empty")
+    parser.add_argument("--resume", metavar="DIR", help="go on from the last checkpoint of this run folder")
+    parser.add_argument("--save-every", type=count, metavar="K", help="write a checkpoint every K steps")
+    parser.add_argument("--eval-every", type=count, metavar="K", help="measure the held-out loss every K steps")
+    parser.add_argument("--dry-run", action="store_true", help="print the prediction and what would be done; start no rank")
+    shared(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    refuse([*_out_faults(args.out), *_resume_faults(args.resume)])
+    plan = _plan(args)
+    show = None if args.json else progress()
+    try:
+        got = partita.train(
+            plan, data=_data(args), steps=args.steps, out=args.out, resume=args.resume,
+            save_every=args.save_every, eval_every=args.eval_every, dry_run=args.dry_run, progress=show,
+        )  # fmt: skip
+    finally:
+        if show:
+            show.close()
+    said = got.json()
+    print(json.dumps(said) if args.json else text.run(said))
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> Plan | None:
+    """The plan to train: the file, or the one the resumed folder holds, or None for the main job."""
+    path = _data(args)
+    data = {"data": quoted(path)} if path else {}
+    with spoken(**({"data": "--data"} if path else {})):
+        if args.plan:
+            return read_plan(args, **data)
+        if args.resume:
+            return read_plan(args, Path(args.resume) / "plan.toml", **data)
+        read_workload("gpt", overrides(args) | data)  # a wrong --data is refused before torch is loaded
+    return None
+
+
+def _data(args: argparse.Namespace) -> str | None:
+    return str(Path(args.data).expanduser().resolve()) if args.data else None
+
+
+def _out_faults(out: str | None) -> list[Fault]:
+    path = Path(out) if out else None
+    if path is None or not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return []
+    have = f"{len(list(path.iterdir()))} entries" if path.is_dir() else "a file"
+    law = "a run never writes over another; an empty folder is fine"
+    cure = f"another folder, or --resume {out}" if (path / "plan.toml").exists() else "another folder"
+    return [Fault("P113", f"{out!r} is in use", have, law, cure, "-o")]
+
+
+def _resume_faults(resume: str | None) -> list[Fault]:
+    path = Path(resume) if resume else None
+    if path is None or (path / "plan.toml").is_file():
+        return []
+    what = f"{resume!r} is no run folder" if path.exists() else f"{resume!r} does not exist"
+    law = "a run folder holds plan.toml and checkpoints/"
+    return [Fault("P108", what, law=law, cure="the folder that -o named", at="--resume")]

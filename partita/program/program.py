@@ -1,0 +1,147 @@
+"""The Program: ordered events of one period on one rank, with named dims."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from partita.program.dims import Dim
+from partita.program.events import WIDTH, Collective, Compute, Event, Kind, Phase, Repeat, Split, Tensor
+
+
+@dataclass(frozen=True)
+class Program:
+    """One period of one role.
+
+    Args:
+        atoms: Size of each atom (leaves of the union-find, after settling), by atom number.
+        sums: atom -> the summand dims it is a direct sum of (a fused, unequal qkv is q + k + v).
+        classes: Dim name -> atoms of that name: batch, sequence, hidden, heads, ffn, vocab, ...
+        tensors: By id.
+        segments: The events, in order; a folded model has counts above 1.
+        gradients: Parameter id -> id of its final gradient.
+        loss: Id of the scalar loss, -1 if there is none.
+        microbatches: Times forward and backward run in the period (gradient accumulation).
+        axes: Axis -> size, for every axis already rewritten.
+        reduce_dtype: dtype gradients are summed in; None means their own.
+        clip: The step clips the global gradient norm.
+        dynamic: Control flow depends on data: which parameters get a gradient may differ per rank and step.
+        notes: Things a report should say: opaque ops, modules left whole.
+    """
+
+    atoms: Mapping[int, int]
+    tensors: tuple[Tensor, ...]
+    segments: tuple[Repeat, ...]
+    gradients: Mapping[int, int] = field(default_factory=dict)
+    classes: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    sums: Mapping[int, tuple[Dim, ...]] = field(default_factory=dict)
+    loss: int = -1
+    microbatches: int = 1
+    axes: Mapping[str, int] = field(default_factory=dict)
+    reduce_dtype: str | None = None
+    clip: bool = False
+    dynamic: bool = False
+    notes: tuple[str, ...] = ()
+
+    # ---- reading
+    def events(self) -> Iterator[Event]:
+        """Every event once, repeated bodies once."""
+        for segment in self.segments:
+            yield from segment.events
+
+    def counted(self) -> Iterator[tuple[Event, int]]:
+        """Every event with how often it happens in the period (repeats x microbatches)."""
+        for segment in self.segments:
+            for event in segment.events:
+                yield event, segment.count * self.times(event)
+
+    def times(self, event: Event) -> int:
+        """How often an event happens in the period because of microbatches alone."""
+        if event.phase in (Phase.SYNC, Phase.OPTIMIZER) or (isinstance(event, Collective) and event.once):
+            return 1
+        return self.microbatches
+
+    def collectives(self) -> list[Collective]:
+        """The said list of the period, in order, microbatches and repeats unrolled."""
+        return [e for e in self.unrolled() if isinstance(e, Collective)]
+
+    def unrolled(self) -> Iterator[Event]:
+        """Every event as often as it happens, in order."""
+        inner = [s for s in self.segments if any(e.phase not in (Phase.SYNC, Phase.OPTIMIZER) for e in s.events)]
+        outer = [s for s in self.segments if s not in inner]
+        for k in range(self.microbatches):
+            last = k == self.microbatches - 1
+            for segment in inner:
+                for _ in range(segment.count):
+                    yield from (e for e in segment.events if last or not (isinstance(e, Collective) and e.once))
+        for segment in outer:
+            for _ in range(segment.count):
+                yield from segment.events
+
+    def copies(self) -> dict[int, int]:
+        """Tensor id -> how many copies of it exist because its block is repeated; absent means one."""
+        blocks = {s.block + "." for s in self.segments if s.block}
+        found: dict[int, int] = {}
+        for segment in self.segments:
+            for event in segment.events if segment.count > 1 else ():
+                if isinstance(event, Compute):
+                    own = [i for i in event.ins if blocks and self.tensors[i].name.startswith(tuple(blocks))]
+                    found.update(dict.fromkeys((*event.outs, *own), segment.count))
+        return found
+
+    def parameters(self) -> list[Tensor]:
+        """Parameters, in registration order."""
+        return [t for t in self.tensors if t.kind == Kind.PARAMETER]
+
+    # ---- sizes
+    def local_shape(self, tensor: int) -> tuple[int, ...]:
+        """Shape of the part this rank holds, under every axis rewritten so far."""
+        t = self.tensors[tensor]
+        shape = list(t.shape)
+        for axis, layout in t.layouts.items():
+            if isinstance(layout, Split):
+                shape[layout.dim] //= self.axes[axis]
+        return tuple(shape)
+
+    def local_bytes(self, tensor: int) -> int:
+        """Bytes of the part this rank holds."""
+        return math.prod(self.local_shape(tensor)) * WIDTH[self.tensors[tensor].dtype]
+
+    def flop(self) -> int:
+        """Flop of this rank in the period."""
+        return sum(e.flop * n for e, n in self.counted() if isinstance(e, Compute))
+
+    def opaque_share(self) -> float:
+        """Share of the bytes and of the flop (the larger) in ops without a signature."""
+        flop = opaque_flop = size = opaque_size = 0
+        for event, n in self.counted():
+            if isinstance(event, Compute) and not event.view:
+                moved = n * sum(self.tensors[i].nbytes for i in (*event.ins, *event.outs))
+                flop, size = flop + n * event.flop, size + moved
+                if event.signature is None:
+                    opaque_flop, opaque_size = opaque_flop + n * event.flop, opaque_size + moved
+        return max(opaque_flop / max(flop, 1), opaque_size / max(size, 1))
+
+    # ---- changing
+    def with_notes(self, *notes: str) -> "Program":
+        return replace(self, notes=(*self.notes, *notes))
+
+
+def before_optimizer(program: Program, events: tuple[Event, ...]) -> Program:
+    """The program with `events` after everything else that happens before the optimizer."""
+    if not events:
+        return program
+    steps = [any(e.phase == Phase.OPTIMIZER for e in s.events) for s in program.segments]
+    at = steps.index(True) if True in steps else len(steps)
+    return replace(program, segments=(*program.segments[:at], Repeat(1, events), *program.segments[at:]))
+
+
+def insert(program: Program, after: Mapping[int, list[Event]]) -> Program:
+    """The program with events added after those at the given indices of `Program.events()`."""
+    segments, index = [], 0
+    for segment in program.segments:
+        events: list[Event] = []
+        for event in segment.events:
+            events += [event, *after.get(index, ())]
+            index += 1
+        segments.append(replace(segment, events=tuple(events)))
+    return replace(program, segments=tuple(segments))

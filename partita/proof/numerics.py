@@ -1,0 +1,76 @@
+"""The split run against the whole one, tensor by tensor, by the promise.
+
+    error of a tensor = max|split - whole| / max(max|whole|, 0.01 M),   M = largest |value| over all tensors of its kind
+
+The floor 0.01 M keeps a tensor that is zero but for rounding (the bias of a key) from reading as all error.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from partita.strategy import Promise
+
+BOUND = {Promise.EXACT: 0.0, Promise.REORDERED: 1e-10, Promise.RELAXED: 0.0}
+FLOOR = 0.01
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How far the split run is from the whole one, at worst."""
+
+    max_relative_error: float
+    bound: float
+    worst_tensor: str
+
+    @property
+    def held(self) -> bool:
+        return self.max_relative_error <= self.bound
+
+    def json(self) -> dict[str, Any]:
+        return {"max_relative_error": self.max_relative_error, "bound": self.bound, "worst_tensor": self.worst_tensor}
+
+
+def errors(split: Tensors, whole: Tensors, kind: str) -> dict[str, float]:
+    """Error of each tensor of one kind; a tensor that only one side has counts as infinite."""
+    top = max((t.abs().max().item() for t in whole.values() if t.numel()), default=0.0)
+    found = {f"{kind} {name}": float("inf") for name in split.keys() ^ whole.keys()}
+    for name in split.keys() & whole.keys():
+        a, b = split[name].double(), whole[name].double()
+        if a.shape != b.shape:
+            found[f"{kind} {name}"] = float("inf")
+        elif a.numel():
+            scale = max(b.abs().max().item(), FLOOR * top)
+            gap = (a - b).abs().max().item()
+            found[f"{kind} {name}"] = gap / scale if scale else (0.0 if gap == 0 else float("inf"))
+            if gap != gap:  # NaN on either side is no equality
+                found[f"{kind} {name}"] = float("inf")
+    return found
+
+
+def compare(
+    promise: Promise,
+    losses: tuple[Sequence[float], Sequence[float]],
+    kinds: Mapping[str, tuple[Tensors, Tensors]],
+) -> Numerics:
+    """Worst error over the losses and every kind of tensor.
+
+    Args:
+        promise: The weakest promise of the plan's strategies.
+        losses: Per step, split and whole; judged by plain relative error.
+        kinds: kind -> (split, whole) tensors by name.
+    """
+    found: dict[str, float] = {}
+    if len(losses[0]) != len(losses[1]):
+        found["number of losses"] = float("inf")
+    for step, (a, b) in enumerate(zip(*losses, strict=False), 1):
+        gap = abs(a - b)
+        found[f"loss of step {step}"] = 0.0 if gap == 0 else (gap / abs(b) if b and gap == gap else float("inf"))
+    for kind, (split, whole) in kinds.items():
+        found |= errors(split, whole, kind)
+    worst = max(found, key=lambda name: found[name], default="")
+    return Numerics(found.get(worst, 0.0), BOUND[promise], worst)

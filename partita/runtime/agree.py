@@ -1,0 +1,104 @@
+"""What the ranks make sure of together before step 1: the same weights, the same batch, one rule for the loss and the buffers.
+
+Rank 0 decides on its whole copy of the module while the others wait; all refuse together. All of it is quiet traffic.
+"""
+
+import hashlib
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from partita.errors import Fault, Refused, refuse
+from partita.runtime.batch import Batch
+from partita.runtime.buffers import find_buffers
+from partita.runtime.loss import Rule, find_rule
+from partita.runtime.net import Net
+from partita.runtime.subject import Subject
+
+
+def fingerprint(tensors: list[Tensor]) -> str:
+    """A digest of the bits of tensors."""
+    digest = hashlib.blake2b(digest_size=16)
+    for t in tensors:
+        digest.update(str((t.dtype, tuple(t.shape))).encode())
+        digest.update(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def same_weights(net: Net, module: nn.Module) -> None:
+    """Give every rank rank 0's weights, if a factory draws without a seed."""
+    if net.ranks == 1:
+        return
+    tensors = [*module.parameters(), *module.buffers()]
+    if len(set(net.gather(fingerprint(tensors)))) > 1:
+        with torch.no_grad(), net.quiet():
+            for t in tensors:
+                for axis in reversed(net.mesh.names):
+                    net.broadcast(t.detach(), axis)
+
+
+def same_batch(net: Net, batch: Batch) -> None:
+    """Refuse batches that differ between ranks: every rank takes its part of the same global batch."""
+    tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
+    prints = net.gather(fingerprint(tensors))
+    if len(set(prints)) > 1:
+        other = next(r for r, p in enumerate(prints) if p != prints[0])
+        raise Refused(
+            Fault(
+                "P112",
+                f"the first batch differs between rank 0 and rank {other}",
+                have=f"{len(set(prints))} different batches on {net.ranks} ranks",
+                law="batches(step) returns the same global batch on every rank; partita cuts it",
+                cure="draw batches from a generator seeded by the step",
+                at="batches",
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How the parts of a batch make up the whole.
+
+    Args:
+        rule: Of the loss; None if none fits.
+        buffers: Kinds of the buffers that need care.
+        faults: What is wrong if the batch is cut at all.
+    """
+
+    rule: Rule | None
+    buffers: dict[str, str] = field(default_factory=dict)
+    faults: tuple[Fault, ...] = ()
+
+    def rule_for(self, parts: int) -> Rule:
+        """The rule when a step has so many parts.
+
+        Raises:
+            Refused: If it has several and something stands against it.
+        """
+        if parts > 1:
+            refuse(list(self.faults))
+        if self.rule is None or (parts == 1 and self.rule.kind != "pair"):
+            return Rule("sum")  # one part: the loss as it is
+        return self.rule
+
+
+def decide(net: Net, subject: Subject, module: nn.Module, batch: Batch, samples: int) -> Decision:
+    """Find, on rank 0, how parts make up the whole; on a whole module that is not changed."""
+    told = _decided(subject, module, batch, samples) if net.rank == 0 else None
+    told = net.share(told)
+    rule = Rule(**told["rule"]) if told["rule"] else None
+    return Decision(rule, told["buffers"], tuple(Fault(**f) for f in told["faults"]))
+
+
+def _decided(subject: Subject, module: nn.Module, batch: Batch, samples: int) -> dict[str, Any]:
+    rule, faults = None, []
+    try:
+        rule = find_rule(subject, module, batch, samples)
+    except Refused as refused:
+        faults += refused.faults
+    buffers, changed = find_buffers(subject, module, batch, samples)
+    faults += changed
+    return {"rule": asdict(rule) if rule else None, "buffers": buffers, "faults": [asdict(f) for f in faults]}

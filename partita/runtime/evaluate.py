@@ -1,0 +1,51 @@
+"""The held-out loss: each data rank evaluates its part of each batch, and sums and weights are added up, as in training."""
+
+from collections.abc import Callable
+
+import torch
+
+from partita.runtime.batch import Batch, divides, samples_of, shares, taken
+from partita.runtime.loss import Rule, heard, joined, part_of
+from partita.runtime.site import Site
+
+
+def evaluate(site: Site, rule: Rule, batches: Callable[[int], Batch], count: int, microbatches: int) -> float:
+    """Mean loss of `count` batches, as one device computes it in eval mode. Quiet; changes no buffer.
+
+    Args:
+        site: With its strategies applied.
+        rule: Of the loss.
+        batches: By number.
+        count: How many.
+        microbatches: Each data rank cuts its part into, as in training.
+    """
+    net, module = site.net, site.module
+    kept = [b.detach().clone() for b in module.buffers()]
+    sums = torch.zeros(2, dtype=torch.float64, device=net.device)
+    modes = [(m, m.training) for m in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad(), net.quiet():
+            for number in range(count):
+                batch = batches(number)
+                samples = samples_of(batch) or 1
+                assert not divides(samples, site.data_ranks, microbatches), (
+                    f"held-out batch {number} of {samples} samples does not divide"
+                )
+                for share in shares(samples, site.data_rank, site.data_ranks, microbatches):
+                    part = taken(batch, share, samples, net.device)
+                    with site.running(0, share), heard(rule) as counts:
+                        value = site.subject.evaluate(module, part)
+                    one = part_of(rule, value, share.samples, counts)
+                    if one.numbers[1]:
+                        sums += torch.tensor(one.numbers, dtype=torch.float64, device=net.device)
+            for axis in site.data_axes:
+                net.all_reduce(sums, axis, label="held-out")
+    finally:
+        for m, training in modes:
+            m.training = training
+        with torch.no_grad():
+            for buffer, value in zip(module.buffers(), kept, strict=True):
+                buffer.copy_(value)
+    total, weight = sums.tolist()
+    return joined(rule, total, weight) / (count if rule.kind == "sum" else 1)

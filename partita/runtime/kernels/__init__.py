@@ -1,0 +1,1 @@
+"""Kernels: ops whose local form on a shard is another op."""

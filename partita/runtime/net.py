@@ -1,0 +1,221 @@
+"""The one door to the network: every collective names its axis and writes the ledger.
+
+    ledger    op · axis · bytes of the large side · dtype · for whom, in the order of the calls
+
+An axis of size 1 moves nothing and says nothing. Set-up traffic (`quiet`) is not written: it belongs to no step.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from partita.mesh import Mesh
+from partita.runtime.watch import Board, Notes
+
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One collective of this rank: bytes of the large side, dtype of the payload, `label` of whoever asked."""
+
+    op: str
+    axis: str
+    nbytes: int
+    dtype: str
+    label: str
+
+    def json(self) -> list[Any]:
+        return [self.op, self.axis, self.nbytes, self.dtype, self.label]
+
+
+class Work:
+    """A collective under way."""
+
+    def __init__(self, work: Any, notes: Notes, what: str) -> None:
+        self._work, self._notes, self._what = work, notes, what
+
+    def wait(self) -> None:
+        """Block until it is done (on CUDA: order the current stream behind it)."""
+        self._notes.wait(self._what)
+        self._work.wait()
+        self._notes.leave()
+
+
+class Net:
+    """One rank's network.
+
+    Args:
+        mesh: All ranks.
+        rank: This one.
+        device: Where its tensors live.
+        board: Shared with the parent that forked and watches this rank; None makes a private one.
+        folder: Where large results go.
+        store: Of the process group; None in a process without one (one rank).
+        excluded: Ports whose traffic is not ours to count (the store's).
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        *,
+        device: torch.device | None = None,
+        board: Board | None = None,
+        folder: Path | None = None,
+        store: dist.Store | None = None,
+        excluded: frozenset[int] = frozenset(),
+    ) -> None:
+        self.mesh, self.rank, self.ranks = mesh, rank, mesh.ranks
+        self.coordinate = mesh.coordinate(rank)
+        self.device = device or torch.device("cpu")
+        self.folder, self.store, self.excluded = folder, store, excluded
+        self.forked = board is not None  # a parent of ours watches this rank
+        self.progress: Callable[[int, float], None] | None = None  # where nobody watches the board
+        self.ledger: list[Entry] = []
+        board = board or Board(mesh.ranks)
+        self.notes, self.control = Notes(board.slots[rank]), board.control
+        self._quiet = 0
+        self._groups = {axis: self._join(axis) for axis, size in mesh.axes if size > 1}
+
+    def _join(self, axis: str) -> dist.ProcessGroup:
+        mine = None
+        for ranks in self.mesh.groups(axis):
+            group = dist.group.WORLD if len(ranks) == self.ranks else dist.new_group(list(ranks))
+            mine = group if self.rank in ranks else mine
+        assert isinstance(mine, dist.ProcessGroup), f"rank {self.rank} has no group on {axis}"
+        return mine
+
+    # ---- where we are
+    def size(self, axis: str) -> int:
+        """Ranks along `axis`."""
+        return self.mesh.size(axis)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of this rank along `axis`, whose size is above 1."""
+        return self._groups[axis]
+
+    @property
+    def axes(self) -> dict[str, str]:
+        """Name of the process group -> axis: what a recorder needs to tell axes apart."""
+        return {group.group_name: axis for axis, group in self._groups.items()}
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Traffic of set-up, checkpoints and evaluation: not in the ledger."""
+        self._quiet += 1
+        try:
+            yield
+        finally:
+            self._quiet -= 1
+
+    # ---- collectives
+    @contextmanager
+    def _call(self, op: str, axis: str, nbytes: int, dtype: torch.dtype, label: str) -> Iterator[str]:
+        name = str(dtype).removeprefix("torch.")
+        if not self._quiet:
+            self.ledger.append(Entry(op, axis, nbytes, name, label))
+        what = f"{op} on {axis} of {nbytes} bytes {name}" + (f" for {label}" if label else "")
+        self.notes.enter(what)
+        yield what
+        self.notes.leave()
+
+    def all_reduce(
+        self, tensor: Tensor, axis: str, *, op: str = "sum", label: str = "", overlapped: bool = False
+    ) -> Work | None:
+        """Reduce `tensor` over the axis, in place; `overlapped` returns at once with something to wait for."""
+        if self.size(axis) == 1:
+            return None
+        with self._call("all_reduce", axis, tensor.nbytes, tensor.dtype, label) as what:
+            if overlapped:
+                assert tensor.is_contiguous(), f"{label}: an overlapped all_reduce needs one block of memory"
+                return Work(dist.all_reduce(tensor, OPS[op], self.group(axis), async_op=True), self.notes, what)
+            whole = tensor.contiguous()
+            dist.all_reduce(whole, OPS[op], self.group(axis))
+        if whole is not tensor:
+            tensor.copy_(whole)
+        return None
+
+    def all_gather(self, tensor: Tensor, axis: str, *, dim: int = 0, label: str = "") -> Tensor:
+        """The ranks' tensors side by side along `dim`."""
+        size = self.size(axis)
+        if size == 1:
+            return tensor
+        mine = tensor.movedim(dim, 0).contiguous()
+        out = mine.new_empty((size * mine.shape[0], *mine.shape[1:]))
+        with self._call("all_gather", axis, out.nbytes, out.dtype, label):
+            dist.all_gather_single(out, mine, self.group(axis))
+        return out.movedim(0, dim)
+
+    def reduce_scatter(self, tensor: Tensor, axis: str, *, dim: int = 0, label: str = "") -> Tensor:
+        """This rank's block along `dim` of the sum of the ranks' tensors."""
+        size = self.size(axis)
+        if size == 1:
+            return tensor
+        whole = tensor.movedim(dim, 0).contiguous()
+        out = whole.new_empty((whole.shape[0] // size, *whole.shape[1:]))
+        with self._call("reduce_scatter", axis, whole.nbytes, whole.dtype, label):
+            dist.reduce_scatter_single(out, whole, group=self.group(axis))
+        return out.movedim(0, dim)
+
+    def all_to_all(self, tensor: Tensor, axis: str, *, cut: int = 0, join: int = 0, label: str = "") -> Tensor:
+        """Cut the tensor along dim `cut`, give each rank its piece, and join the pieces received along dim `join`."""
+        size = self.size(axis)
+        if size == 1:
+            return tensor
+        send = torch.stack(tensor.chunk(size, cut)).contiguous()
+        out = torch.empty_like(send)
+        with self._call("all_to_all", axis, send.nbytes, send.dtype, label):
+            dist.all_to_all_single(out, send, group=self.group(axis))
+        return torch.cat(out.unbind(0), join)
+
+    def broadcast(self, tensor: Tensor, axis: str, *, source: int = 0, label: str = "") -> None:
+        """Give every rank of the axis the tensor of its rank number `source`, in place."""
+        if self.size(axis) == 1:
+            return
+        with self._call("broadcast", axis, tensor.nbytes, tensor.dtype, label):
+            whole = tensor.contiguous()
+            dist.broadcast(whole, group=self.group(axis), group_src=source)
+        if whole is not tensor:
+            tensor.copy_(whole)
+
+    # ---- all ranks, outside the ledger
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.gather(None)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, in rank order."""
+        if self.ranks == 1:
+            return [json.loads(json.dumps(value))]
+        raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        with self.quiet(), self._call("all_gather", "all", len(raw), raw.dtype, "values"):
+            sizes = torch.zeros(self.ranks, dtype=torch.int64, device=self.device)
+            dist.all_gather_single(sizes, torch.tensor([len(raw)], device=self.device))
+            room = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=self.device)
+            room[: len(raw)] = raw
+            out = torch.zeros(self.ranks * len(room), dtype=torch.uint8, device=self.device)
+            dist.all_gather_single(out, room)
+        return [
+            json.loads(row[:n].numpy().tobytes()) for row, n in zip(out.cpu().chunk(self.ranks), sizes.tolist(), strict=True)
+        ]
+
+    def depart(self) -> None:
+        """The last thing a rank does: one that left early would break its neighbours' connections. Not noted."""
+        if self.ranks > 1:
+            dist.barrier()
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's JSON value, on every rank."""
+        return self.gather(value if self.rank == 0 else None)[0]

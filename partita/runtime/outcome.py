@@ -1,0 +1,139 @@
+"""A training run on ranks, and what came of it: losses, whole tensors, what was heard, and measured figures.
+
+run(...) ── run_ranks ── train_ranks on every rank ── Outcome     figures(outcome) has the type of a prediction
+"""
+
+import statistics
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from partita.cost.collective import backend_bytes
+from partita.cost.figures import Figures, Traffic
+from partita.mesh import Mesh
+from partita.program import Program
+from partita.program.events import WIDTH
+from partita.runtime.launch import Progress, run_ranks
+from partita.runtime.loop import train_ranks
+from partita.runtime.net import Net
+from partita.runtime.subject import Subject
+from partita.runtime.training import Training
+from partita.runtime.wide import Wide
+
+if TYPE_CHECKING:
+    from partita.strategy import Strategy
+
+WARM = 3  # first steps of a run, left out of the timing
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run on ranks came to.
+
+    Args:
+        mesh: The ranks.
+        results: What `train_ranks` returned, by rank.
+        tensors: Kind ("state", "gradients", "optimizer") -> whole tensors by name.
+    """
+
+    mesh: Mesh
+    results: tuple[dict[str, Any], ...]
+    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+    @property
+    def losses(self) -> list[float]:
+        return self.results[0]["losses"]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Per step, of the slowest rank."""
+        return [max(step) for step in zip(*(r["seconds"] for r in self.results), strict=True)]
+
+    @property
+    def timed(self) -> list[float]:
+        """Seconds of the steps that count: those after the first `WARM`, or all of a shorter run."""
+        return self.seconds[WARM:] or self.seconds
+
+    @property
+    def interrupted(self) -> bool:
+        return any(r["interrupted"] for r in self.results)
+
+    @property
+    def wire_bytes_per_rank(self) -> float | None:
+        """Bytes a rank's sockets sent per optimizer step, mean over the ranks; None where sockets cannot be read."""
+        found = [r["wire_bytes"] for r in self.results]
+        return None if None in found else sum(found) / len(found)
+
+    @property
+    def peak(self) -> float:
+        """Peak memory in bytes, of the fullest rank; NaN if it cannot be measured here."""
+        return max((r["memory"]["peak"] for r in self.results if r["memory"]["peak"]), default=float("nan"))
+
+    @property
+    def resident(self) -> float:
+        """Plain resident bytes, of the fullest rank."""
+        return max((r["memory"]["resident"] for r in self.results if r["memory"]["resident"]), default=float("nan"))
+
+    def traffic(self, backend: str = "gloo") -> tuple[Traffic, ...]:
+        """What the busiest rank sent in one step, as its ledger has it."""
+        busiest = max(self.results, key=lambda r: sum(e[2] for e in r["ledger"]))
+        rows: dict[tuple[str, str], list[float]] = {}
+        for op, axis, nbytes, dtype, *_ in busiest["ledger"]:
+            row = rows.setdefault((axis, op), [0, 0, 0.0])
+            row[0] += 1
+            row[1] += nbytes
+            row[2] += backend_bytes(backend, op, nbytes, self.mesh.size(axis), WIDTH[dtype])
+        return tuple(Traffic(axis, op, *row) for (axis, op), row in sorted(rows.items()))
+
+    def figures(self, backend: str = "gloo") -> Figures:
+        """Measured figures; `step_seconds` is the 10th percentile of the timed steps."""
+        timed = sorted(self.timed)
+        return Figures(
+            step_seconds=timed[len(timed) // 10] if timed else float("nan"),
+            peak=self.peak,
+            traffic=self.traffic(backend),
+        )
+
+    @property
+    def median(self) -> float:
+        """Median seconds of the timed steps."""
+        return statistics.median(self.timed) if self.timed else float("nan")
+
+
+def run(
+    mesh: Mesh,
+    subject: Subject,
+    strategies: "Sequence[Strategy]",
+    program: Program,
+    training: Training,
+    *,
+    wide: bool = False,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Train on the ranks of a mesh.
+
+    Args:
+        mesh: The ranks; its product is their number.
+        subject: What is trained.
+        strategies: Innermost first.
+        program: One global microbatch on one device, flat.
+        training: What to do.
+        wide: Compute the model's float32 islands in float64, for a proof.
+        progress: Told of every step: steps done, loss.
+    """
+
+    def work(net: Net) -> dict[str, Any]:
+        with Wide() if wide else nullcontext():
+            return train_ranks(net, subject, strategies, program, training)
+
+    with tempfile.TemporaryDirectory(prefix="partita-") as exchange:
+        folder = Path(exchange)
+        results = run_ranks(mesh, work, folder=folder, progress=progress)
+        tensors = {kind: load_file(folder / name) for kind, name in results[0]["files"].items()}
+    return Outcome(mesh, tuple(results), tensors)

@@ -1,0 +1,312 @@
+"""Runs an unmodified module on its shards: a torch-function mode replays the captured calls and changes only the marked ones.
+
+user code        q = self.q(x).view(b, t, heads, -1)          loss = F.cross_entropy(logits, targets)
+on a rank        enter x; its own rows; view(b, t, heads / n) its own classes; two exchanges of statistics; sum
+"""
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from partita.errors import Fault, Refused, RunFailed
+from partita.program import Program
+from partita.program.split import Derivation, ranges, rewrite
+from partita.program.tensor import derive_tensor
+from partita.runtime.calls import Heard, Listener, at, counts, mark, put, writes
+from partita.runtime.capture import capture, narrowed
+from partita.runtime.net import Net
+from partita.runtime.random import Stream
+from partita.runtime.steps import Edge, Script, Step, not_splittable, write
+from partita.runtime.subject import Subject
+from partita.runtime.tape import Tape
+from partita.runtime.through import Through
+
+
+class Axis:
+    """The all_reduce of one mesh axis; silent while a script is tried out."""
+
+    def __init__(self, net: Net, name: str) -> None:
+        self.net, self.name, self.silent = net, name, False
+
+    def reduce(self, tensor: Tensor, how: str = "sum", label: str = "") -> None:
+        """All_reduce in place."""
+        if not self.silent:
+            self.net.all_reduce(tensor, self.name, op=how, label=label)
+
+
+class Sum(torch.autograd.Function):
+    """Makes a Partial value whole; its gradient is whole already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, label: str) -> Tensor:
+        whole = x.clone(memory_format=torch.contiguous_format)
+        axis.reduce(whole, "sum", label)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None, None
+
+
+class Enter(torch.autograd.Function):
+    """Takes a whole value into a split region: its gradient is the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, label: str) -> Tensor:
+        ctx.axis, ctx.label = axis, label
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        whole = grads[0].clone(memory_format=torch.contiguous_format)
+        ctx.axis.reduce(whole, "sum", ctx.label)
+        return whole, None, None
+
+
+class Zero(torch.autograd.Function):
+    """What another rank adds: zero here, the gradient untouched."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.new_zeros(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]
+
+
+class Replay(Through):
+    """The mode; entered around one forward pass and its loss.
+
+    Args:
+        axis: The axis its calls talk over.
+        script: Of a module in training mode.
+        module: Whose mode decides which script is followed.
+        evaluation: Writes the script of evaluation, when it is first needed.
+    """
+
+    def __init__(
+        self, axis: Axis, script: Script, module: nn.Module | None = None, evaluation: Callable[[], Script] | None = None
+    ) -> None:
+        super().__init__()
+        self.axis, self.module, self.evaluation = axis, module, evaluation
+        self.scripts = {True: script}
+        self.steps, self.next = script.steps, 0
+        self.store: dict[tuple[str, int], Tensor] = {}
+        self.rehearsing = False
+
+    def __enter__(self) -> Self:
+        training = self.module is None or self.module.training or self.evaluation is None
+        if training not in self.scripts:
+            assert self.evaluation is not None
+            with torch.inference_mode(mode=False), torch.enable_grad():
+                self.scripts[training] = self.evaluation()
+        self.steps, self.next, self.store = self.scripts[training].steps, 0, {}
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self.store = {}
+        super().__exit__(*exc)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if not counts(func, args, kwargs):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        step = self.steps[self.next] if self.next < len(self.steps) else None
+        if step is None or (step.func is not func and step.func != func):
+            raise RunFailed(_strayed(self.next, step, func))
+        self.next += 1
+        out = self.call(step, args, kwargs or {})
+        if writes(func):
+            mark(args[0])
+        if self.rehearsing:
+            _fits(step, out)
+        return mark(out)
+
+    def call(self, step: Step, args: tuple, kwargs: dict) -> Any:
+        """One call, as its step says."""
+        if step.edges:
+            changed, named = list(args), dict(kwargs)
+            for edge in step.edges:
+                put(changed, named, edge.path, self.changed(edge, step, at(changed, named, edge.path)))
+            args, kwargs = tuple(changed), named
+        out = step.run(step.func, args, kwargs) if step.run else step.func(*args, **kwargs)
+        return Sum.apply(out, self.axis, step.module) if step.summed else out
+
+    def changed(self, edge: Edge, step: Step, x: Tensor) -> Tensor:
+        """What stands in for an argument."""
+        key = edge.kind, edge.value
+        if edge.again:
+            return self.store[key]
+        if edge.kind == "sum":
+            with nullcontext() if step.graded else torch.enable_grad():
+                y = Sum.apply(x, self.axis, step.module)
+        elif edge.kind == "enter":
+            y = Enter.apply(x, self.axis, step.module)
+        elif edge.kind == "one":
+            y = Zero.apply(x)
+        else:
+            assert edge.part is not None
+            y = edge.part.of(x, edge.part.dim)
+        self.store[key] = y
+        return y
+
+
+def _fits(step: Step, out: Any) -> None:
+    """Raise ValueError unless the results have their local shapes."""
+    have = tuple(tuple(t.shape) for t in tree_leaves(out) if isinstance(t, Tensor))
+    fits = [mine == part or (0 in mine and 0 in part) for mine, part in zip(have, step.shapes, strict=True)]
+    if not all(fits):
+        raise ValueError(f"shape {have} on a rank where {step.shapes} is its part")
+
+
+def _strayed(number: int, step: Step | None, func: Any) -> str:
+    was = f"{step.func.__name__} in {step.module or 'the model'!r}" if step else "the end"
+    return (
+        f"call {number} was {was} when the module was captured and is {func.__name__} now: the module took another path\n"
+        "  try    make the calls of the module independent of the data and of the step, or leave the split out"
+    )
+
+
+# ---------------------------------------------------------------- setting it up
+Placement = tuple[int, tuple[tuple[int, int], ...]]  # dim, and the (start, length) ranges of it that a rank holds
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A module that has been cut.
+
+    Args:
+        replay: To be entered around each forward pass and its loss.
+        late: Parameters whose gradients are to be summed over the axis once a step, after the backward pass, in this order.
+        placements: How each cut parameter is cut, by its name.
+    """
+
+    replay: Replay
+    late: tuple[str, ...]
+    placements: dict[str, Placement]
+
+
+def install(
+    module: nn.Module, subject: Subject, samples: int, program: Program, derivation: Derivation, net: Net, stream: Stream | None
+) -> Installed:
+    """Cut the module's parameters for this rank and prepare the replay of its calls.
+
+    Args:
+        module: Whole; its parameters are replaced by this rank's parts.
+        subject: What it is trained on; captured once more here, with its calls.
+        samples: Of the captured microbatch.
+        program, derivation: What was said: a flat program of the same subject and its split along the axis.
+        net: The network.
+        stream: Serves dropout; None if the program draws nothing.
+
+    Raises:
+        Refused: P116, naming every module that cannot run on shards.
+    """
+    axis, coordinate = Axis(net, derivation.axis), net.coordinate[derivation.axis]
+
+    def written(subject: Subject, stream: Stream | None) -> tuple[Captured, Script]:
+        captured = hear(subject, samples, program, derivation)
+        return captured, write(captured.program, captured.heard, captured.derivation, coordinate, axis.reduce, stream)
+
+    def evaluation() -> Script:
+        _, script = written(replace(subject, make=lambda: subject.make().eval()), None)
+        rehearse(Replay(axis, script), subject, module, samples)
+        return script
+
+    captured, script = written(subject, stream)
+    placements = cut(module, rewrite(captured.program, captured.derivation), derivation.axis, coordinate)
+    replay = Replay(axis, script, module, evaluation)
+    rehearse(replay, subject, module, samples)
+    return Installed(replay, script.late, placements)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The calls of a subject, its flat program, and the derivation on it."""
+
+    program: Program
+    heard: Heard
+    derivation: Derivation
+
+
+def hear(subject: Subject, samples: int, program: Program, derivation: Derivation) -> Captured:
+    """Capture the subject with its calls, and split it as `program` is split by `derivation`."""
+    listeners: list[Listener] = []
+
+    def listen(tape: Tape) -> Listener:
+        listeners.append(Listener(tape))
+        return listeners[-1]
+
+    flat = capture(subject, max(samples, 2), listen=listen)
+    atoms = matched(program, derivation.atoms, flat)
+    return Captured(flat, listeners[-1].heard, derive_tensor(flat, derivation.axis, derivation.size, atoms))
+
+
+def matched(program: Program, atoms: frozenset[int], other: Program) -> set[int]:
+    """The atoms of another capture of the same module: those at the same places of its parameters."""
+    known = {t.name: t for t in program.parameters()}
+    alike = {re.sub(r"\d+", "*", name): t for name, t in known.items()}  # of a folded program, one block stands for many
+    found = set()
+    for t in other.parameters():
+        same = known.get(t.name) or alike[re.sub(r"\d+", "*", t.name)]
+        for mine, theirs in zip(same.dims, t.dims, strict=True):
+            found |= {b for a, b in zip(mine, theirs, strict=True) if a in atoms}
+    return found
+
+
+def cut(module: nn.Module, split: Program, axis: str, coordinate: int) -> dict[str, Placement]:
+    """Leave of every parameter what this rank holds, ties kept; returns (dim, ranges) of those that were cut."""
+    found: dict[str, Placement] = {}
+    made: dict[int, nn.Parameter] = {}
+    for t in split.parameters():
+        if axis in t.layouts:
+            dim, spans = ranges(split, t.id, axis, coordinate)
+            old = module.get_parameter(t.name)
+            part = torch.cat([old.detach().narrow(dim, *span) for span in spans], dim)
+            made[id(old)] = nn.Parameter(part.contiguous().clone(), old.requires_grad)
+            found[t.name] = dim, spans
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) in made:
+                setattr(owner, name, made[id(parameter)])
+    for parameter in module.parameters():
+        mark(parameter)
+    return found
+
+
+def rehearse(replay: Replay, subject: Subject, module: nn.Module, samples: int) -> None:
+    """Run the script once on fake shards, without a network: every result must have the shape its part of the whole has.
+
+    Raises:
+        Refused: P116, naming the module of the first call that does not.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    state: dict[str, Tensor] = {name: b.detach().cpu().clone() for name, b in module.named_buffers()}
+    with mode:
+        for name, p in module.named_parameters():
+            state[name] = mark(nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad))
+    batch = narrowed(subject.batches(0), max(samples, 2))
+    replay.axis.silent = replay.rehearsing = True
+    try:
+        with torch.random.fork_rng(devices=[]), replay:
+            output = torch.func.functional_call(module, state, (), {k: batch[k] for k in subject.keys(module, batch)})
+            subject.loss(output, batch)
+    except (Refused, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        raise Refused(_misfit(replay, error)) from error
+    finally:
+        replay.axis.silent = replay.rehearsing = False
+
+
+def _misfit(replay: Replay, error: Exception) -> Fault:
+    step = replay.steps[max(0, min(replay.next, len(replay.steps)) - 1)]
+    why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return not_splittable(step.module, [f"{step.func.__name__}: {why}"], replay.axis.name)

@@ -1,0 +1,190 @@
+"""What a run keeps: checkpoints to go on from, and whole tensors for the caller.
+
+Names are those of one device: ``model/<parameter or buffer>``, ``optimizer/<parameter>/<key>``. Random state is a rank's own.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from partita.runtime.checkpoint import load, peek, steps
+from partita.runtime.checkpoint import save as write
+from partita.runtime.index import Index
+from partita.runtime.net import Net
+from partita.runtime.site import Cut, Site
+from partita.runtime.state import cuts_of, gather, optimizer_state
+
+KINDS = ("state", "gradients", "optimizer")
+
+
+# ---------------------------------------------------------------- checkpoints
+def save(site: Site, optimizer: torch.optim.Optimizer, root: Path, step: int) -> Path:
+    """A checkpoint after `step` steps, unless there is one; all ranks call it."""
+    if site.net.share(step in steps(root)):
+        return root / f"step-{step}"
+    tensors = {f"model/{name}": t for name, t in _tensors(site.module).items()}
+    placements = {f"model/{name}": cuts for name, cuts in site.placements.items()}
+    plain: dict[str, Any] = {}
+    for name, key, value, p in _kept(site.module, optimizer):
+        if isinstance(value, Tensor):
+            tensors[f"optimizer/{name}/{key}"] = value
+            placements[f"optimizer/{name}/{key}"] = list(cuts_of(site.placements, name, value, p))
+        elif isinstance(value, int | float | bool | str) or value is None:
+            plain[f"{name}/{key}"] = value
+    tensors |= _random_state(site.net)
+    version, numbers, gauss = random.getstate()
+    extra = {
+        "step": step,
+        "optimizer": plain,
+        "python": [version, list(numbers), gauss],
+        "mesh": [list(a) for a in site.mesh.axes],
+    }
+    return write(root, step, tensors, placements, site.net, extra)
+
+
+def resume(site: Site, optimizer: torch.optim.Optimizer, folder: Path) -> int:
+    """Fill module, optimizer and random state from the newest checkpoint of a folder; returns the steps it had done."""
+    found = peek(folder)
+    wanted: dict[str, tuple[Tensor, Sequence[Cut]]] = {
+        f"model/{name}": (t, site.placements.get(name, ())) for name, t in _tensors(site.module).items()
+    }
+    state = _optimizer_state(site, optimizer, found)
+    wanted |= {f"optimizer/{name}/{key}": (t, cuts) for (name, key), (t, cuts) in state.items()}
+    draws = _random_wanted(site.net, found)
+    wanted |= {name: (t, ()) for name, t in draws.values()}
+    extra = load(found.folder, wanted, site.net, spare=("random/",))
+    named = dict(site.module.named_parameters())
+    for (name, key), (t, _) in state.items():
+        optimizer.state[named[name]][key] = t
+    for full, value in extra["optimizer"].items():
+        name, _, key = full.rpartition("/")
+        optimizer.state[named[name]][key] = value
+    _set_random_state(site.net, {kind: t for kind, (_, t) in draws.items()}, extra["python"])
+    return int(extra["step"])
+
+
+def _optimizer_state(
+    site: Site, optimizer: torch.optim.Optimizer, found: Index
+) -> dict[tuple[str, str], tuple[Tensor, Sequence[Cut]]]:
+    """Room for what the checkpoint's optimizer kept of this rank's parameters: (parameter, key) -> (tensor, how it is cut)."""
+    named = {
+        n: p for n, p in site.module.named_parameters() if any(p is q for g in optimizer.param_groups for q in g["params"])
+    }
+    room: dict[tuple[str, str], tuple[Tensor, Sequence[Cut]]] = {}
+    for full, stored in ((name, found.find(name)) for name in found.names):
+        name, _, key = full.removeprefix("optimizer/").rpartition("/")
+        if stored is None or not full.startswith("optimizer/") or name not in named:
+            continue
+        if stored.shape == tuple(site.shapes[name]):
+            room[name, key] = (
+                torch.zeros_like(named[name], dtype=stored.dtype, requires_grad=False),
+                site.placements.get(name, ()),
+            )
+        else:
+            room[name, key] = torch.zeros(stored.shape, dtype=stored.dtype), ()
+    return room
+
+
+def _random_state(net: Net) -> dict[str, Tensor]:
+    state = {f"random/{net.rank}/cpu": torch.get_rng_state()}
+    if net.device.type == "cuda":
+        state[f"random/{net.rank}/cuda"] = torch.cuda.get_rng_state(net.device)
+    return state
+
+
+def _random_wanted(net: Net, found: Index) -> dict[str, tuple[str, Tensor]]:
+    """Kind -> (name, room): this rank's own random state, or rank 0's where the ranks are others."""
+    wanted = {}
+    for kind in ("cpu", "cuda") if net.device.type == "cuda" else ("cpu",):
+        for name in (f"random/{net.rank}/{kind}", f"random/0/{kind}"):
+            stored = found.find(name)
+            if stored is not None and kind not in wanted:
+                wanted[kind] = name, torch.zeros(stored.shape, dtype=stored.dtype)
+    return wanted
+
+
+def _set_random_state(net: Net, states: Mapping[str, Tensor], python: Sequence[Any]) -> None:
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], net.device)
+    version, numbers, gauss = python
+    random.setstate((version, tuple(numbers), gauss))
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, each once, buffers outside the state dict included."""
+    return {name: t.detach() for name, t in (*module.named_parameters(), *module.named_buffers())}
+
+
+def _kept(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, str, Any, Tensor]]:
+    """(parameter name, key, value, parameter) of everything an optimizer keeps."""
+    named = dict(module.named_parameters())
+    return [(name, key, value, named[name]) for (name, key), value in optimizer_state(module, optimizer).items()]
+
+
+# ---------------------------------------------------------------- whole tensors
+def collect(site: Site, optimizer: torch.optim.Optimizer, keep: frozenset[str]) -> dict[str, str]:
+    """Gather what is asked for and write it to `net.folder`; returns {kind: file name}. All ranks call it."""
+    net = site.net
+    assert net.folder is not None
+    made = {
+        "state": lambda: whole_state(site),
+        "gradients": lambda: whole_gradients(site),
+        "optimizer": lambda: whole_optimizer(site, optimizer),
+    }
+    files = {}
+    for kind in KINDS:
+        if kind in keep:
+            whole = made[kind]()
+            files[kind] = f"{kind}.safetensors"
+            if net.rank == 0 or not net.forked:
+                save_file({n: t.detach().cpu().contiguous().clone() for n, t in whole.items()}, str(net.folder / files[kind]))
+    return files
+
+
+def whole_state(site: Site) -> dict[str, Tensor]:
+    """The state dict of one device, tied names both, and the buffers outside it."""
+    names = {id(p): n for n, p in site.module.named_parameters()}
+    kept = site.module.state_dict(keep_vars=True)
+    kept |= {name: b for name, b in site.module.named_buffers() if name not in kept}
+    whole: dict[str, Tensor] = {}
+    for key, value in kept.items():
+        if isinstance(value, Tensor):
+            name = names.get(id(value), key)
+            whole[key] = (
+                whole[name]
+                if name in whole
+                else gather(site.net, value, site.shapes.get(name, value.shape), site.placements.get(name, ()))
+            )
+    return whole
+
+
+def transient(module: nn.Module) -> list[str]:
+    """Buffers that are not part of the state dict."""
+    kept = module.state_dict(keep_vars=True)
+    return [name for name, _ in module.named_buffers() if name not in kept]
+
+
+def whole_gradients(site: Site) -> dict[str, Tensor]:
+    """Gradients by parameter name; those without one left out."""
+    return {
+        name: gather(site.net, p.grad, site.shapes[name], site.placements.get(name, ()))
+        for name, p in site.module.named_parameters()
+        if p.grad is not None
+    }
+
+
+def whole_optimizer(site: Site, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Optimizer state as ``<parameter>/<key>``."""
+    whole = {}
+    for name, key, value, p in _kept(site.module, optimizer):
+        if isinstance(value, Tensor):
+            cuts = cuts_of(site.placements, name, value, p)
+            whole[f"{name}/{key}"] = gather(site.net, value, site.shapes[name] if cuts else tuple(value.shape), cuts)
+    return whole

@@ -1,0 +1,155 @@
+"""Where strategies work: one rank's module and the verbs they may use on it.
+
+    site = Site(module, net, subject, program, samples)
+    site.apply(strategies)              innermost first: each sees the Program as the ones inside it left it
+    with site.running(step, share): loss = subject.evaluate(site.module, part)
+
+A strategy calls verbs; none of them sends anything that belongs to a step. What a step sends is sent by `runtime/step.py`, in
+one normative order.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from partita.mesh import Mesh
+from partita.program import Program
+from partita.program.split import Derivation
+from partita.runtime.batch import Share
+from partita.runtime.batch_norm import GlobalStatistics, norms
+from partita.runtime.net import Net
+from partita.runtime.random import Stream, draws, rows
+from partita.runtime.replay import Replay, install
+from partita.runtime.subject import Subject
+from partita.strategy import Place, Strategy
+
+Ranges = tuple[tuple[int, int], ...]
+Cut = tuple[str, int, Ranges]  # axis, dim, (start, length) of the whole dim that this rank holds
+
+
+def data_axes_of(strategies: Sequence[Strategy], mesh: Mesh) -> list[str]:
+    """The axes strategies cut the batch over, in the order they do it."""
+    return [a for s in strategies if s.place == Place.DATA for a in s.axes if mesh.size(a) > 1]
+
+
+def coordinate_of(net: Net, axes: Sequence[str]) -> tuple[int, int]:
+    """(number, of how many) of this rank along several axes together; the last varies fastest."""
+    number, ranks = 0, 1
+    for axis in axes:
+        number, ranks = number * net.size(axis) + net.coordinate[axis], ranks * net.size(axis)
+    return number, ranks
+
+
+class Site:
+    """One rank's part of a training run.
+
+    Args:
+        module: Whole when it comes in.
+        net: The rank's network.
+        subject: What is trained.
+        program: One microbatch of the step on one device.
+        samples: Of one global microbatch: what `program` was captured with.
+        seed: Of the random streams.
+    """
+
+    def __init__(self, module: nn.Module, net: Net, subject: Subject, program: Program, samples: int, *, seed: int = 0) -> None:
+        self.module, self.net, self.subject, self.program, self.samples = module, net, subject, program, samples
+        self.shapes = {name: tuple(t.shape) for name, t in (*module.named_parameters(), *module.named_buffers())}  # whole
+        self.placements: dict[str, list[Cut]] = {}
+        self.data_axes: list[str] = []
+        self.reductions: list[tuple[str, list[list[str]], torch.dtype | None]] = []
+        self.late: list[tuple[str, tuple[str, ...]]] = []  # axis, parameters whose gradients are summed over it once a step
+        self.stream = Stream(seed, rows(program)) if draws(program) else None
+        self._replays: list[Replay] = []
+        self._statistics: list[str] = []
+        self._gradients = {program.tensors[p].name for p in program.gradients}
+
+    # ---- what a strategy may read
+    @property
+    def mesh(self) -> Mesh:
+        return self.net.mesh
+
+    def dtype(self, tensor: Tensor) -> str:
+        """The name of a tensor's dtype, as Programs write it."""
+        return str(tensor.dtype).removeprefix("torch.")
+
+    def has_gradient(self, name: str) -> bool:
+        """Whether a parameter got a gradient when the step was captured."""
+        return name in self._gradients
+
+    # ---- what a strategy may do
+    def share_batch(self, axis: str) -> None:
+        """A data axis: this rank takes its part of every batch."""
+        if self.net.size(axis) > 1:
+            self.data_axes.append(axis)
+
+    def average_gradients(self, axis: str, buckets: Sequence[Sequence[str]], dtype: str | None = None) -> None:
+        """Sum gradients over the axis, in buckets of named parameters, in launch order.
+
+        Args:
+            axis: A data axis.
+            buckets: Names of parameters.
+            dtype: What they are summed in; None means their own.
+        """
+        if self.net.size(axis) > 1:
+            self.reductions.append((axis, [list(b) for b in buckets if b], getattr(torch, dtype) if dtype else None))
+
+    def synchronise_batch_norm(self, axis: str) -> None:
+        """Batch norms use the statistics of the whole batch over the axis."""
+        if self.net.size(axis) > 1:
+            self._statistics.append(axis)
+
+    def replay(self, axis: str, derivation: Derivation) -> None:
+        """Cut the parameters and run the module's calls on shards, as derived."""
+        if self.net.size(axis) == 1:
+            return
+        done = install(self.module, self.subject, self.samples, self.program, derivation, self.net, self.stream)
+        self._replays.append(done.replay)
+        if done.late:
+            self.late.append((axis, done.late))
+        for name, (dim, spans) in done.placements.items():
+            self.placements.setdefault(name, []).append((axis, dim, spans))
+
+    def apply(self, strategies: Sequence[Strategy]) -> Program:
+        """Apply strategies, innermost first; returns Program′."""
+        for strategy in strategies:
+            strategy.apply(self)
+            self.program = strategy.rewrite(self.program, self.mesh)
+        return self.program
+
+    # ---- what the step uses
+    @property
+    def data_ranks(self) -> int:
+        """Into how many parts the batch is cut."""
+        return coordinate_of(self.net, self.data_axes)[1]
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this rank runs."""
+        return coordinate_of(self.net, self.data_axes)[0]
+
+    @property
+    def mixes(self) -> bool:
+        """Whether forward and backward talk over a data axis (batch norm)."""
+        return bool(self._statistics) and bool(norms(self.module))
+
+    @contextmanager
+    def statistics(self) -> Iterator[None]:
+        """Around forward and backward: global batch statistics."""
+        if not self.mixes or not self.module.training:
+            yield
+            return
+        with GlobalStatistics(self.net, self._statistics, self.module):
+            yield
+
+    @contextmanager
+    def running(self, step: int, share: Share) -> Iterator[None]:
+        """Around one microbatch's forward and loss: random streams outside, shards inside."""
+        with ExitStack() as stack:
+            if self.stream is not None and self.module.training:
+                stack.enter_context(self.stream.step(step, share.first, share.samples))
+            for replay in self._replays:
+                stack.enter_context(replay)
+            yield

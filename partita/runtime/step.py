@@ -1,0 +1,164 @@
+"""One optimizer step of a rank. What it sends, and in which order, is what strategies say:
+
+1  per microbatch: forward, backward, with the tensor axes' own collectives
+2  with the last one: the buckets of the data axes, launched by hooks; then the late gradients of tensor axes
+3  per data axis: who has a gradient (only if control flow depends on data), then 16 bytes of loss and weight
+4  with clipping: 8 bytes per axis that cuts a parameter
+5  the optimizer
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from partita.errors import RunFailed
+from partita.runtime.batch import Batch, shares, taken
+from partita.runtime.buckets import HALF, Buckets, reduce_again
+from partita.runtime.buffers import Keeper
+from partita.runtime.loss import Rule, heard, joined, part_of
+from partita.runtime.norm import clip, global_norm
+from partita.runtime.site import Site
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a step reports: the global loss, and the gradient norm before clipping (None without clipping)."""
+
+    loss: float
+    norm: float | None = None
+
+
+class Step:
+    """Runs optimizer steps on a site.
+
+    Args:
+        site: With its strategies applied.
+        rule: Of the loss; None when there is one part only.
+        samples: Of the global batch.
+        microbatches: Of a step, on every data rank.
+        clip: (largest norm, p), or None.
+        buffers: Kinds of the buffers that need care.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        rule: Rule,
+        samples: int,
+        microbatches: int = 1,
+        *,
+        clip: tuple[float, float] | None = None,
+        buffers: dict[str, str] | None = None,
+    ) -> None:
+        self.site, self.rule, self.samples, self.microbatches, self.clipping = site, rule, samples, microbatches, clip
+        self.parameters = {n: p for n, p in site.module.named_parameters() if p.requires_grad}
+        self.shares = shares(samples, site.data_rank, site.data_ranks, microbatches)
+        self.keeper = Keeper(site.module, buffers or {}, site.data_ranks, microbatches)
+        self.buckets = self._buckets()
+        self._bucketed = {id(p) for b in self.buckets for one in b.buckets for p in one.parameters}
+
+    def _buckets(self) -> list[Buckets]:
+        made = []
+        reductions = self.site.reductions
+        settings: dict[str, Any] = {"microbatches": self.microbatches, "optional": self.site.program.dynamic}
+        if reductions:
+            axis, names, dtype = reductions[0]
+            made.append(Buckets(self.site.net, axis, self.parameters, names, dtype=dtype, **settings))
+        rest = {n for n, p in self.parameters.items() if p.dtype in HALF} - {
+            n for _, some, _ in reductions[:1] for b in some for n in b
+        }
+        if rest and self.microbatches > 1:  # half types without a data axis: accumulated in float32 all the same
+            made.append(Buckets(self.site.net, None, self.parameters, [[n] for n in self.parameters if n in rest], **settings))
+        return made
+
+    def parts(self, batch: Batch) -> list[Batch]:
+        """This rank's microbatches of a global batch."""
+        return [taken(batch, share, self.samples, self.site.net.device) for share in self.shares]
+
+    def gradients(self, parts: Sequence[Batch], step: int) -> float:
+        """Forward and backward of this rank's microbatches: gradients are those of one device. Returns the global loss."""
+        for b in self.buckets:
+            b.begin()
+        self.keeper.begin()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.site.net.device)
+        idle = True
+        for m, part in enumerate(parts):
+            for b in self.buckets:
+                b.last = m == self.microbatches - 1
+            idle &= not self._microbatch(part, step, m, sums)
+        self.keeper.finish()
+        self._finish(idle=idle)
+        return self._reduce(sums)
+
+    def _microbatch(self, part: Batch, step: int, m: int, sums: torch.Tensor) -> bool:
+        """One forward and backward; False when there was nothing to learn from."""
+        site, share = self.site, self.shares[m]
+        with site.statistics():
+            with site.running(step, share), heard(self.rule) as counts:
+                value = site.subject.evaluate(site.module, part)
+            self.keeper.ran(m)
+            one = part_of(self.rule, value, share.samples, counts)
+            if self.rule.kind in ("counted", "divided", "pair") and not site.mixes and not one.numbers[1]:
+                return False  # no target counts here: the mean is 0 / 0
+            sums[0] += one.total.detach().double()
+            sums[1] += one.weight
+            one.contribution(self.rule).backward()
+        return True
+
+    def _finish(self, *, idle: bool) -> None:
+        """Wait for the buckets; sum what else is a summand."""
+        site = self.site
+        for b in self.buckets:
+            b.finish(idle=idle)
+            b.settle()
+        for axis, names, _ in site.reductions[1:]:
+            reduce_again(site.net, axis, self.parameters, names)
+        for axis, names in site.late:
+            for name in names:
+                grad = self.parameters[name].grad
+                assert grad is not None, f"{name} has no gradient to sum over {axis}"
+                site.net.all_reduce(grad, axis, label=name)
+
+    def _reduce(self, sums: torch.Tensor) -> float:
+        """Sum loss and weight over the data axes, divide the gradients, and return the global loss."""
+        site, first = self.site, self.buckets[0] if self.site.reductions else None
+        for axis in site.data_axes:
+            if first is not None:
+                first.used(axis)
+            site.net.all_reduce(sums, axis, label="loss")
+        for b in self.buckets:
+            b.drop()
+        self._expect_none()
+        total, weight = sums.tolist()
+        if self.rule.kind != "sum" and weight and weight != self.rule.nominal:
+            torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], self.rule.nominal / weight)
+        return joined(self.rule, total, weight)
+
+    def _expect_none(self) -> None:
+        """What is in no bucket of a data axis must have no gradient."""
+        if self.site.reductions:
+            for name, p in self.parameters.items():
+                if p.grad is not None and id(p) not in self._bucketed:
+                    raise RunFailed(
+                        f"parameter {name!r} got a gradient on rank {self.site.net.rank}, though it had none when the module "
+                        "was captured: its path through the module depends on the data\n"
+                        "  try    a first batch that reaches every parameter"
+                    )
+
+    def clip(self) -> float | None:
+        """Clip the global norm, if asked to; returns it as it was before."""
+        if self.clipping is None:
+            return None
+        largest, p = self.clipping
+        norm = global_norm(self.site.net, self.parameters, self.site.placements, p)
+        clip(self.parameters.values(), norm, largest)
+        return float(norm)
+
+    def run(self, batch: Batch, step: int, optimizer: torch.optim.Optimizer) -> Done:
+        """One whole optimizer step."""
+        loss = self.gradients(self.parts(batch), step)
+        norm = self.clip()
+        optimizer.step()
+        return Done(loss, norm)

@@ -1,0 +1,216 @@
+"""Finds the best plan: every mesh of the given strategies, what is legal, what fits, what is fastest.
+
+    strategies ─▶ families (at most one of each place) ─▶ meshes (factors of the ranks, every order)
+        ─▶ legal? (the plan's laws, the strategy's own check) ─▶ fits? (memory fold) ─▶ ranked (time, memory or traffic fold)
+
+Each loser keeps its reason, with a number. The bound is the time of one device's compute divided evenly over the ranks, with no
+communication: no plan of these ranks can beat it by more than what smaller pieces win in the caches.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations, product
+
+from partita.cluster import Cluster
+from partita.cost.collective import crowding
+from partita.cost.figures import Figures
+from partita.errors import Fault, Refused
+from partita.mesh import Mesh
+from partita.plans import Plan
+from partita.program.program import Program
+from partita.simulate import costs_of, estimate, run_clock
+from partita.strategy import Strategy, compose
+from partita.units import format_bytes
+from partita.workload import Workload
+
+AIMS = ("time", "memory", "traffic")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A legal plan that fits: its place in the ranking (1 is best) and its predicted figures."""
+
+    plan: Plan
+    figures: Figures
+    family: str
+    place: int
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A plan that lost: its family, as `ddp(dp=4) x tensor_parallel(tp=2)`, and why, with a number."""
+
+    family: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a search found.
+
+    Args:
+        plans: Legal plans that fit, best first.
+        rejected: Every other candidate, and every plan behind the best, each with its reason.
+        lower_bound_seconds: Compute divided evenly, no communication.
+        gap: How far the best plan's time is above the bound, as a fraction.
+        search_seconds: Wall time.
+        candidates: Plans looked at.
+    """
+
+    plans: tuple[Choice, ...]
+    rejected: tuple[Rejected, ...]
+    lower_bound_seconds: float
+    gap: float
+    search_seconds: float
+    candidates: int
+
+    @property
+    def best(self) -> Plan:
+        return self.plans[0].plan
+
+    @property
+    def runner_up(self) -> Plan | None:
+        return self.plans[1].plan if len(self.plans) > 1 else None
+
+
+def search(
+    program: Program,
+    cluster: Cluster,
+    ranks: int,
+    workload: Workload,
+    strategies: Sequence[type[Strategy]],
+    *,
+    minimise: str = "time",
+    memory: float | None = None,
+) -> Choices:
+    """The plans of `ranks` ranks, best first.
+
+    Args:
+        program: Of one device.
+        cluster, ranks: Where, and on how many devices.
+        workload: What is trained.
+        strategies: Classes to combine, with their default settings.
+        minimise: "time", "memory" or "traffic".
+        memory: Bytes a rank may use; None means what the device has.
+
+    Raises:
+        Refused: If no plan is legal and fits, with every reason (P111), or `minimise` is unknown (P107).
+    """
+    began = time.perf_counter()
+    if minimise not in AIMS:
+        raise Refused(Fault("P107", f"cannot minimise {minimise!r}", cure=", ".join(AIMS), at="--minimise"))
+    room = min(cluster.room(ranks), memory if memory is not None else float("inf"))
+    found: list[tuple[Plan, Figures, str]] = []
+    rejected: list[Rejected] = []
+    looked = 0
+    for mesh, chosen in candidates(ranks, strategies):
+        looked += 1
+        family = family_of(mesh, chosen)
+        judged = _judge(program, cluster, workload, mesh, chosen)
+        if isinstance(judged, str):
+            rejected.append(Rejected(family, judged))
+        elif judged[1].peak > room:
+            over, peak = format_bytes(judged[1].peak - room), format_bytes(judged[1].peak)
+            rejected.append(Rejected(family, f"does not fit: {over} over the {format_bytes(room)} of a device (peak {peak})"))
+        else:
+            found.append((*judged, family))
+    if not found:
+        raise Refused(_nothing(ranks, cluster, rejected))
+    found.sort(key=lambda item: (_aim(item[1], minimise), item[1].step_seconds, len(item[0].strategies)))
+    plans = tuple(Choice(plan, figures, family, at + 1) for at, (plan, figures, family) in enumerate(found))
+    behind = [Rejected(c.family, _behind(c.figures, plans[0].figures, minimise)) for c in plans[1:]]
+    best, bound = plans[0].figures.step_seconds, lower_bound(program, cluster, ranks)
+    bound = min(bound, best)  # a piece that fits a cache may be faster than its share
+    return Choices(plans, (*behind, *rejected), bound, best / bound - 1, time.perf_counter() - began, looked)
+
+
+def candidates(ranks: int, strategies: Sequence[type[Strategy]]) -> Iterator[tuple[Mesh, tuple[Strategy, ...]]]:
+    """Every mesh and strategies of `ranks` ranks: at most one of each place, axes of 2 or more, in every order."""
+    if ranks == 1:
+        yield Mesh(), ()
+        return
+    places = sorted({cls.place for cls in strategies})
+    options = [[None, *(cls for cls in strategies if cls.place == place)] for place in places]
+    for combination in product(*options):
+        chosen = tuple(cls() for cls in combination if cls is not None)  # innermost first, as places are
+        axes = [axis for strategy in chosen for axis in strategy.axes]
+        for sizes in factors(ranks, len(axes)):
+            for order in permutations(zip(axes, sizes, strict=True)):
+                yield Mesh(order), chosen
+
+
+def factors(n: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """The ways to write n as an ordered product of `parts` factors of at least 2.
+
+    Example:
+        >>> list(factors(8, 2))
+        [(2, 4), (4, 2)]
+    """
+    if parts == 0:
+        if n == 1:
+            yield ()
+        return
+    for first in range(2, n + 1):
+        if n % first == 0:
+            yield from ((first, *rest) for rest in factors(n // first, parts - 1))
+
+
+def family_of(mesh: Mesh, strategies: Sequence[Strategy]) -> str:
+    """A plan in one line, axes outermost first."""
+    owner = {axis: strategy.name for strategy in strategies for axis in strategy.axes}
+    return " x ".join(f"{owner[axis]}({axis}={size})" for axis, size in mesh.axes) or "one device"
+
+
+def _judge(
+    program: Program, cluster: Cluster, workload: Workload, mesh: Mesh, chosen: tuple[Strategy, ...]
+) -> tuple[Plan, Figures] | str:
+    """The plan and its figures, or why it cannot be."""
+    try:
+        plan = Plan(workload, cluster.name, mesh.ranks, mesh, chosen)
+        said = program
+        for strategy in chosen:
+            if faults := strategy.check(said, mesh):
+                return _reason(list(faults))
+            said = compose(said, (strategy,), mesh)
+    except Refused as refused:
+        return _reason(list(refused.faults))
+    return plan, estimate(said, cluster, mesh, workload)
+
+
+def _reason(faults: list[Fault]) -> str:
+    return "; ".join(dict.fromkeys(f"{fault.what} ({fault.have})" if fault.have else fault.what for fault in faults))
+
+
+def _aim(figures: Figures, minimise: str) -> float:
+    if minimise == "memory":
+        return figures.peak
+    if minimise == "traffic":
+        return sum(row.bytes for row in figures.traffic)
+    return figures.step_seconds
+
+
+def _behind(figures: Figures, best: Figures, minimise: str) -> str:
+    mine, least = _aim(figures, minimise), _aim(best, minimise)
+    if minimise == "time":
+        return f"{100 * (mine / least - 1):.3g} % slower"
+    more = f"{100 * (mine / least - 1):.3g} % more" if least else format_bytes(mine)
+    return f"{more} {minimise}"
+
+
+def lower_bound(program: Program, cluster: Cluster, ranks: int) -> float:
+    """Seconds of the whole program's compute on one device, divided over the ranks (over the cores, if ranks share them)."""
+    alone = replace(program, axes={})
+    one = run_clock(alone, cluster, costs_of(alone, cluster, Mesh()))
+    return one.compute * crowding(ranks, cluster) / ranks
+
+
+def _nothing(ranks: int, cluster: Cluster, rejected: Sequence[Rejected]) -> Fault:
+    return Fault(
+        "P111",
+        f"no plan of {ranks} ranks on {cluster.name!r} works",
+        have="; ".join(f"{r.family}: {r.reason}" for r in rejected) or "no strategy to split with",
+        law="a plan must be legal and its peak memory fit a device",
+        cure="more ranks, a smaller batch, or accumulate more microbatches",
+        at="--ranks",
+    )

@@ -1,0 +1,79 @@
+"""The garden: one method per file.  Names resolve late, so that looking at a plan costs no more than the strategies it names.
+
+An outsider's strategy is found by entry point, group ``partita.strategies``: name -> ``package.module:Class``.
+"""
+
+import importlib
+from collections.abc import Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any
+
+from partita.errors import Fault, Refused
+from partita.strategy import Strategy
+
+if TYPE_CHECKING:
+    from partita.strategies.data.ddp import DDP
+    from partita.strategies.tensor.tensor_parallel import TensorParallel
+
+GROUP = "partita.strategies"
+HOUSE = {  # name in a plan -> where the class lives
+    "ddp": "partita.strategies.data.ddp:DDP",
+    "tensor_parallel": "partita.strategies.tensor.tensor_parallel:TensorParallel",
+}
+_CLASSES = {target.partition(":")[2]: target for target in HOUSE.values()}
+
+__all__ = ["DDP", "GARDEN", "Garden", "TensorParallel"]
+
+
+class Garden(Mapping[str, type[Strategy]]):
+    """Name -> class of every strategy there is, ours and those found by entry point; classes are imported when asked for."""
+
+    def __getitem__(self, name: str) -> type[Strategy]:
+        if name in HOUSE:
+            return _resolve(HOUSE[name])
+        for point in entry_points(group=GROUP):
+            if point.name == name:
+                return _outside(point)
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from HOUSE
+        yield from sorted({point.name for point in entry_points(group=GROUP)} - set(HOUSE))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __contains__(self, name: object) -> bool:
+        return name in list(iter(self))
+
+
+GARDEN = Garden()
+
+
+def _resolve(target: str) -> type[Strategy]:
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _outside(point: EntryPoint) -> type[Strategy]:
+    """An outsider's class; what cannot be imported, or is no strategy, is refused with the reason."""
+    try:
+        kind = point.load()
+    except Exception as error:
+        what, have = f"strategy {point.name!r} cannot be imported", f"{type(error).__name__}: {error}"
+        law, cure = "a strategy is imported when a plan names it", f"mend or uninstall the package of {point.value!r}"
+        raise Refused(Fault("P108", what, have, law, cure, f"entry point {point.value}")) from error
+    if not (isinstance(kind, type) and issubclass(kind, Strategy)):
+        law = "an entry point of this group names a subclass of partita.strategy.Strategy"
+        raise Refused(Fault("P102", f"{point.value!r} is no strategy", f"{kind!r}", law, at=f"entry point {point.value}"))
+    return kind
+
+
+def __getattr__(name: str) -> Any:
+    if name in _CLASSES:
+        return _resolve(_CLASSES[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

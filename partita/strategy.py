@@ -1,0 +1,125 @@
+"""The contract of a strategy: it *says* what a period does once applied (`rewrite`), and *does* it (`apply`).
+
+        nn.Module ───── capture ─────▶ Program
+             │                            │
+           apply  (does)               rewrite (says)
+             ▼                            ▼
+        nn.Module′ ──── record ─────▶ Program′        same collectives, axis, bytes, dtype, order per stream
+
+A strategy is a frozen dataclass in one file. It imports no torch: what it does, it does through the `Site` it is given.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from partita.errors import Fault
+from partita.mesh import Mesh
+from partita.program import Collective, Phase, Program, Split
+from partita.program.program import before_optimizer
+
+if TYPE_CHECKING:
+    from partita.runtime.site import Site
+
+
+NORM_BYTES = 8  # one float64: the sum of squares of this rank's blocks
+
+
+class Promise(StrEnum):
+    """What a user may expect against one device; the proof picks its test by it."""
+
+    EXACT = "EXACT"  # bitwise
+    REORDERED = "REORDERED"  # equal up to the order of float sums: fp64, error <= 1e-10
+    RELAXED = "RELAXED"  # another algorithm: degenerate setting exact, invariants held, loss inside a band
+
+
+class Place(IntEnum):
+    """Where a strategy stands in a plan, innermost first."""
+
+    TENSOR = 0
+    SEQUENCE = 1
+    MEMORY = 2
+    DATA = 3
+    PIPELINE = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small setting the conformance kit tries: mesh sizes (outermost first) and fields of the strategy."""
+
+    mesh: Mapping[str, int]
+    settings: Mapping[str, Any]
+    workload: str = "gpt"
+
+
+@dataclass(frozen=True)
+class Strategy(ABC):
+    """One method of parallel training. Its settings are its fields, the same names in TOML and on the command line."""
+
+    name: ClassVar[str]
+    place: ClassVar[Place]
+    promise: ClassVar[Promise]
+
+    modules: tuple[str, ...] = field(default=("*",), kw_only=True)  # globs of the module paths it applies to
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes it uses; its own field `axis` unless it says otherwise."""
+        return (getattr(self, "axis"),)  # noqa: B009
+
+    def settings(self) -> dict[str, Any]:
+        """Its fields as plain data, as a plan file writes them."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @abstractmethod
+    def check(self, program: Program, mesh: Mesh) -> Sequence[Fault]:
+        """Every reason why it cannot split this program on this mesh; empty if it can.
+
+        Faults speak of dims, sizes and modules; the door adds the place in the user's file.
+        """
+
+    @abstractmethod
+    def rewrite(self, program: Program, mesh: Mesh) -> Program:
+        """Say what one period of one rank does once the strategy is applied. Pure: no torch, any mesh size."""
+
+    @abstractmethod
+    def apply(self, site: "Site") -> None:
+        """Do it, to the real module of this rank (`site.module`), through the verbs of `site`."""
+
+    @classmethod
+    @abstractmethod
+    def cases(cls) -> Sequence[Case]:
+        """Settings the conformance kit tries; at least one on two axes."""
+
+
+def compose(program: Program, strategies: Sequence[Strategy], mesh: Mesh) -> Program:
+    """Program′ of a whole plan: rewrites folded innermost first, then what the step itself does across ranks."""
+    for strategy in strategies:
+        program = strategy.rewrite(program, mesh)
+    return close(program)
+
+
+def check(program: Program, strategies: Sequence[Strategy], mesh: Mesh) -> list[Fault]:
+    """What the strategies of a plan refuse, each seeing the Program as those inside it left it."""
+    for strategy in strategies:
+        faults = list(strategy.check(program, mesh))
+        if faults:
+            return faults
+        program = strategy.rewrite(program, mesh)
+    return []
+
+
+def close(program: Program) -> Program:
+    """Adds the global norm: 8 bytes on every axis along which some gradient is split, innermost axis first."""
+    if not program.clip:
+        return program
+    tensors = (program.tensors[g] for g in program.gradients.values())
+    split = {axis for t in tensors for axis, layout in t.layouts.items() if isinstance(layout, Split)}
+    calls = tuple(
+        Collective("all_reduce", axis, (), NORM_BYTES, "float64", Phase.SYNC, "norm", once=True)
+        for axis, size in program.axes.items()
+        if axis in split and size > 1
+    )
+    return before_optimizer(program, calls)

@@ -1,0 +1,49 @@
+"""Human units, at the border only: parses "80 GiB", prints 12.3 ms.
+
+Inside the library every quantity is SI: seconds, bytes, flop, joules. GiB (2^30) and GB (10^9) are never confused.
+"""
+
+import re
+
+_DECIMAL = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BINARY = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_BYTES = _DECIMAL | _BINARY
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes in "70 GiB", "25MB" or a plain integer.
+
+    Raises:
+        ValueError: If the text is no size; the message lists the units.
+    """
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)?\s*", text)
+    if not match or (match[2] or "B") not in _BYTES:
+        raise ValueError(f"{text!r} is no size: write a number and one of {', '.join(_BYTES)}")
+    return round(float(match[1]) * _BYTES[match[2] or "B"])
+
+
+def _scaled(value: float, steps: tuple[tuple[float, str], ...]) -> str:
+    if value != value:  # NaN
+        return "nan"
+    for factor, unit in steps:
+        if abs(value) >= factor:
+            return f"{value / factor:.3g} {unit}"
+    factor, unit = steps[-1]
+    return f"{value / factor:.3g} {unit}"
+
+
+def format_bytes(size: float) -> str:
+    """`size` bytes in binary units: 1536 -> "1.5 KiB"."""
+    return _scaled(size, ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B")))
+
+
+def format_time(seconds: float) -> str:
+    """`seconds` with a fitting unit: 0.0123 -> "12.3 ms"."""
+    return _scaled(seconds, ((3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")))
+
+
+def format_count(value: float) -> str:
+    """`value` with a decimal prefix: 1.2e12 -> "1.2 T"."""
+    return _scaled(value, ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""))).rstrip()
