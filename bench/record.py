@@ -35,12 +35,17 @@ def commit() -> str:
     return run("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 
+def row(what: str, target: str, measured: object, *, held: bool) -> dict[str, Any]:
+    """One measured number beside its target."""
+    return {"what": what, "target": target, "measured": measured, "held": held}
+
+
 def write(claim_file: str, rows: list[dict[str, Any]], **more: Any) -> int:
     """Write results/result.json beside a claim's main.py and print the rows.
 
     Args:
         claim_file: `__file__` of the claim's main.py.
-        rows: Each with `what`, `measured`, `target` and `held`.
+        rows: Each with `what`, `measured`, and `target` and `held` (see `row`) where it is judged.
 
     Returns:
         The exit code: 0 when every row held.
@@ -57,9 +62,10 @@ def write(claim_file: str, rows: list[dict[str, Any]], **more: Any) -> int:
         **more,
     }
     (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    for row in rows:
-        print(f"{'held' if row['held'] else 'MISSED':<7} {row['what']}: {row['measured']} (target {row['target']})")
-    return 0 if all(row["held"] for row in rows) else 1
+    judged = [r for r in rows if "held" in r]
+    for r in judged:
+        print(f"{'held' if r['held'] else 'MISSED':<7} {r['what']}: {r['measured']} (target {r['target']})")
+    return 0 if all(r["held"] for r in judged) else 1
 
 
 if __name__ == "__main__":

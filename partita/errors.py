@@ -62,7 +62,7 @@ class Fault:
         lines = [f"{self.name} [{self.code}] {self.what}"]
         for slot, text in (("have", self.have), ("law", self.law), ("try", self.cure)):
             if text:
-                lines.append(f"  {slot:<6} {text}")
+                lines.append(f"  {slot:<6} " + text.replace("\n", "\n" + " " * 9))
         lines.append(f"  {'at':<6} {self.at or '(call)'}".ljust(52) + f" docs: errors/{self.code}")
         return "\n".join(lines)
 

@@ -209,7 +209,7 @@ def _nothing(ranks: int, cluster: Cluster, rejected: Sequence[Rejected]) -> Faul
     return Fault(
         "P111",
         f"no plan of {ranks} ranks on {cluster.name!r} works",
-        have="; ".join(f"{r.family}: {r.reason}" for r in rejected) or "no strategy to split with",
+        have="\n".join(f"{r.family}: {r.reason}" for r in rejected) or "no strategy to split with",
         law="a plan must be legal and its peak memory fit a device",
         cure="more ranks, a smaller batch, or accumulate more microbatches",
         at="--ranks",

@@ -75,6 +75,11 @@ class Run:
     notes: tuple[str, ...] = field(default=())
 
     @property
+    def speaks(self) -> bool:
+        """Whether this process tells of the run: one of those torchrun made, or the only one."""
+        return first_rank()
+
+    @property
     def losses(self) -> list[float]:
         """The global loss of every step, as one device computes it."""
         return self.outcome.losses if self.outcome else []
@@ -188,7 +193,7 @@ def train(  # noqa: PLR0913 - the contract's keywords
     outcome = run(plan.mesh, subject, plan.strategies, program, training, progress=_teller(progress, training))
     text = _sample(plan, subject, outcome) if not own else None
     done = Run(plan, predicted, outcome, outcome.figures(), folder, text, predicted.figures.notes)
-    if folder is not None:
+    if folder is not None and done.speaks:
         (folder / "summary.json").write_text(dumps(_movable(done.json())) + "\n")
     if outcome.interrupted:
         at = f"; go on with: partita train --resume {folder}" if folder else ""
@@ -338,10 +343,15 @@ def _room(predicted: Estimate) -> list[Fault]:
     return [Fault("P111", "the plan does not fit", have, law, "a smaller batch, accumulate, more ranks", "workload.batch")]
 
 
+def first_rank() -> bool:
+    """Whether this process is the first of those torchrun made, or the only one."""
+    launched = ranks_from_environment()
+    return launched is None or launched.rank == 0
+
+
 def _open(folder: Path, plan: Plan, predicted: Estimate) -> None:
     """Write what is known before the first rank starts."""
-    launched = ranks_from_environment()
-    if launched is not None and launched.rank:
+    if not first_rank():
         return
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "plan.toml").exists() and plan.workload is not None:

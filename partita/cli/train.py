@@ -38,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
         if show:
             show.close()
     said = got.json()
+    if not got.speaks:
+        return 0
     print(json.dumps(said) if args.json else text.run(said))
     return 0
 

@@ -43,7 +43,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One measured matrix product (m, k) @ (k, n), `count` of them in a batch."""
+    """One measured matrix product (m, k) @ (k, n), `count` of them in a batch; a convolution is the product it amounts to."""
 
     dtype: str
     count: int
@@ -51,6 +51,7 @@ class Product:
     n: int
     k: int
     seconds: float
+    op: str = "mm"
 
     @property
     def rate(self) -> float:

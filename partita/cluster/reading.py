@@ -197,4 +197,4 @@ def _product(row: Any) -> Product:
     count, m, n, k = (int(row[key]) for key in ("count", "m", "n", "k"))
     if min(count, m, n, k, float(row["seconds"])) <= 0:
         raise ValueError("sizes and seconds are positive")
-    return Product(str(row["dtype"]), count, m, n, k, float(row["seconds"]))
+    return Product(str(row["dtype"]), count, m, n, k, float(row["seconds"]), str(row.get("op", "mm")))

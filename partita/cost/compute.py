@@ -118,7 +118,7 @@ def work_of(event: Compute, program: Program) -> Work:
     kind = class_of(event.op)
     moved = _moved(event, program)
     if event.flop and kind == "matmul" and event.outs:
-        shape = program.local_shape(event.outs[0])
+        shape = program.local_shape(event.ins[0] if event.op == "convolution_backward" else event.outs[0])
         count, m, n = _product(event.op, shape)
         return Work(event.op, kind, dtype, event.flop, moved, count, m, n, max(1, round(event.flop / (2 * count * m * n))))
     return Work(event.op, kind, dtype, event.flop, moved)
@@ -215,9 +215,9 @@ def _measured(work: Work, phase: Phase, cluster: Cluster) -> Price:
     if work.kind == "view":
         return Price(cluster.value("device.view"), "launch", "device.view")
     extra = cluster.value("device.step" if phase == Phase.OPTIMIZER else "device.autograd")
-    if work.flop and work.m and (work.op, work.dtype) not in source.ops:
-        products = [p for p in source.products if p.dtype == work.dtype]
-        if products:
+    if work.flop and work.m:
+        like = work.op if "convolution" in work.op else "mm"
+        if products := [p for p in source.products if p.dtype == work.dtype and p.op == like]:
             return Price(work.flop / product_rate(work, products) + extra, "measured", "measured.products")
     for key in ((work.op, work.dtype), (work.kind, work.dtype), (work.op, "float32"), (work.kind, "float32")):
         if curve := source.ops.get(key):

@@ -68,24 +68,27 @@ def product_errors(kept: list[Product], out: list[Product]) -> list[float]:
     """Products kept out against the rates of the nearest that were kept."""
     found = []
     for p in out:
-        near = [q for q in kept if q.dtype == p.dtype]
-        work = Work("mm", "matmul", p.dtype, 2 * p.count * p.m * p.n * p.k, 0, p.count, p.m, p.n, p.k)
+        near = [q for q in kept if (q.dtype, q.op) == (p.dtype, p.op)]
+        work = Work(p.op, "matmul", p.dtype, 2 * p.count * p.m * p.n * p.k, 0, p.count, p.m, p.n, p.k)
         found.append(work.flop / product_rate(work, near) / p.seconds - 1)
     return found
 
 
 def heading(op: str) -> str:
     """The heading an op's residual is printed under."""
-    return "attention" if "attention" in op else "convolution" if "convolution" in op else "elementwise and norms"
+    known = {"mm": "matmul", "convolution": "convolution", "convolution_backward": "convolution"}
+    return known.get(op, "attention" if "attention" in op else "elementwise and norms")
 
 
 def assembled(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
     """The measured tables, and the median residual of each class."""
     kept, out = (
-        [Product(dtype, count, m, n, k, seconds) for dtype, count, m, n, k, seconds in rows]
+        [Product(dtype, count, m, n, k, seconds, op) for op, dtype, count, m, n, k, seconds in rows]
         for rows in split_out(raw["products"])
     )
-    errors: dict[str, list[float]] = {"matmul": product_errors(kept, [p for p in out if p.dtype == "float32"])}
+    errors: dict[str, list[float]] = {}
+    for p in out:
+        errors.setdefault(heading(p.op), []).extend(product_errors(kept, [p]))
     ops = curves(raw["ops"])
     for op, points in ops.items():
         errors.setdefault(heading(op), []).extend(interior_errors(points))
@@ -98,7 +101,9 @@ def assembled(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, float]]
     rows += [{"op": name, "dtype": "float32", "points": ops[op]} for name, op in CLASS_OF_ENTRY.items() if op in ops]
     tables = {
         "ops": rows,
-        "products": [{"dtype": p.dtype, "count": p.count, "m": p.m, "n": p.n, "k": p.k, "seconds": p.seconds} for p in kept],
+        "products": [
+            {"op": p.op, "dtype": p.dtype, "count": p.count, "m": p.m, "n": p.n, "k": p.k, "seconds": p.seconds} for p in kept
+        ],
         "collectives": [{"op": op, "ranks": ranks, "points": points} for (op, ranks), points in calls.items()],
     }
     return tables, {name: median(map(abs, found)) for name, found in errors.items() if found}
@@ -113,7 +118,7 @@ def table_of(raw: Mapping[str, Any], tables: Mapping[str, Any], residuals: Mappi
         return {"value": float(value), "source": source, "date": when}
 
     rates: dict[str, list[float]] = {}
-    for p in tables["products"]:
+    for p in (p for p in tables["products"] if p["op"] == "mm"):
         rates.setdefault(p["dtype"], []).append(2.0 * p["count"] * p["m"] * p["n"] * p["k"] / p["seconds"])
     points = next(row["points"] for row in tables["ops"] if row["op"] == "add")
     reduce = [(size, seconds) for op, ranks, size, seconds in raw["collectives"] if op == "all_reduce" and ranks == 2]

@@ -9,10 +9,11 @@ Views share the storage of their root. An op's inputs and outputs exist together
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from partita.program.blocks import block_number
 from partita.program.events import Collective, Compute, Event, Kind, Phase
-from partita.program.fold import unfold
+from partita.program.fold import stretch, unfold
 from partita.program.program import Program
 
 STATIC = {
@@ -23,6 +24,7 @@ STATIC = {
     Kind.CONSTANT: "constants",
 }
 HALF = ("float16", "bfloat16")
+FEW = 3  # copies of a folded block that are written out: a first, a middle and a last one
 OTHER = ("buffers", "inputs", "constants", "communication")
 
 
@@ -44,20 +46,45 @@ class Occupancy:
 
 
 def occupancy(program: Program, backend: str = "nccl") -> Occupancy:
-    """Peak memory of the rank that runs `program`."""
-    flat = unfold(program)
-    static, buffers = _static(flat), gradient_buffers(flat)
+    """Peak memory of the rank that runs `program`.
+
+    A folded program is not written out: what stands for its middle copies is walked once and counted for all of them.
+    """
+    copies = max((s.count for s in program.segments if s.block), default=0)
+    few = [unfold(program)] if copies <= FEW else [unfold(stretch(program, n + 2)) for n in (FEW - 1, FEW)]
+    flat, left = few[-1], max(copies - FEW, 0)
+
+    def grown(amounts: Iterable[int]) -> int:
+        """What an amount that each copy adds to is with all copies."""
+        found = list(amounts)
+        return found[-1] + left * (found[-1] - found[0])
+
+    statics = [_static(one) for one in few]
+    static = {name: grown(one[name] for one in statics) for name in statics[-1]}
+    buffers = grown(map(gradient_buffers, few))
     kept = frozenset() if buffers else frozenset(_roots(flat, flat.gradients.values()))
-    live, at, held = _walk(flat, kept, backend)
-    other = {name: static[name] for name in OTHER if name in static} | {"communication": live["communication"]}
+    prefix = next((s.block[:-1] for s in program.segments if s.block), "")
+    walk = _Walk(flat, kept, backend, _middle(program) if left else {}, left, prefix)
+    walk.run()
+    other = {name: static[name] for name in OTHER if name in static} | {"communication": walk.parts["communication"]}
     parts = {
         "parameters": static["parameters"],
-        "gradients": buffers + live["gradients"],
+        "gradients": buffers + walk.parts["gradients"],
         "optimizer": static["optimizer"],
-        "activations": live["activations"],
+        "activations": walk.parts["activations"],
         "other": sum(other.values()),
     }
-    return Occupancy(sum(static.values()) + buffers + held, at, parts, other)
+    return Occupancy(sum(static.values()) + buffers + walk.peak, walk.place, parts, other)
+
+
+def _middle(program: Program) -> dict[int, int]:
+    """Start -> end of the events of the middle copies in the same program with `FEW` copies, written out."""
+    spans, at = {}, 0
+    for s in program.segments:
+        if s.block:
+            spans[at + len(s.events)] = at + 2 * len(s.events)
+        at += len(s.events) * (FEW if s.block else 1)
+    return spans
 
 
 def gradient_buffers(program: Program) -> int:
@@ -90,31 +117,86 @@ def _static(program: Program) -> dict[str, int]:
     return found
 
 
-def _walk(program: Program, kept: frozenset[int], backend: str) -> tuple[dict[str, int], str, int]:
-    """Parts at the peak of what comes and goes, the op there, and their sum. Storages `kept` stay to the end of the step."""
-    tensors, events = program.tensors, list(program.events())
-    root = [t.root if t.root >= 0 else t.id for t in tensors]
-    gradients = set(_roots(program, program.gradients.values()))
-    dying: dict[int, list[int]] = {}
-    for storage, at in _last_uses(events, root, gradients - kept).items():
-        if storage not in kept:
-            dying.setdefault(at, []).append(storage)
-    live: dict[int, int] = {}
-    now = peak = 0
-    best: tuple[dict[str, int], str] = ({"activations": 0, "gradients": 0, "communication": 0}, "")
-    for at, event in enumerate(events):
-        if isinstance(event, Compute):
-            for i in event.outs:
-                storage = root[i]
-                if tensors[storage].kind not in STATIC and storage not in live:
-                    live[storage] = program.local_bytes(storage)
-                    now += live[storage]
-        copies = _copies(event, backend)
-        if now + copies > peak:
-            peak, best = now + copies, (_parts(live, gradients, copies), _place(event))
-        for storage in dying.get(at, ()):
-            now -= live.pop(storage, 0)
-    return best[0], best[1], peak
+class _Walk:
+    """What comes and goes, event by event, and the parts at its peak.
+
+    Args:
+        program: Flat.
+        kept: Storages that stay to the end of the step.
+        spans: Start -> end of runs of events that stand for several copies.
+        left: Copies that each such run stands for beside the one it is. What one copy adds, each adds; so within them the
+            peak is in the first or in the last.
+        prefix: Of the module paths of blocks, before their number.
+    """
+
+    def __init__(
+        self, program: Program, kept: frozenset[int], backend: str, spans: Mapping[int, int], left: int, prefix: str
+    ) -> None:
+        self.program, self.kept, self.backend = program, kept, backend
+        self.spans, self.left, self.prefix = spans, left, prefix
+        tensors = program.tensors
+        self.root = [t.root if t.root >= 0 else t.id for t in tensors]
+        self.gradients = set(_roots(program, program.gradients.values()))
+        self.live: dict[int, int] = {}
+        self.now = {"activations": 0, "gradients": 0}  # missing copies included
+        self.peak = 0
+        self.parts = {"activations": 0, "gradients": 0, "communication": 0}
+        self.place = ""
+
+    def run(self) -> None:
+        events = list(self.program.events())
+        dying: dict[int, list[int]] = {}
+        for storage, at in _last_uses(events, self.root, self.gradients - self.kept).items():
+            if storage not in self.kept:
+                dying.setdefault(at, []).append(storage)
+        end, entry, inside = -1, dict(self.now), []
+        for at, event in enumerate(events):
+            if at == end:
+                self._rest(entry, inside)
+                end = -1
+            if at in self.spans:
+                end, entry, inside = self.spans[at], dict(self.now), []
+            self._make(event)
+            copies = _copies(event, self.backend)
+            self._look(self.now, copies, event)
+            if end >= 0:
+                inside.append((dict(self.now), copies, event))
+            for storage in dying.get(at, ()):
+                self.now[self._kind(storage)] -= self.live.pop(storage, 0)
+
+    def _real(self, event: Event, *, last: bool) -> str:
+        """The module's path with every copy counted; `last`: of the middle copies, the one that runs last."""
+        number = block_number(self.prefix, event.module) if self.left else None
+        if number is None or number < FEW - 1:
+            return event.module
+        descends = event.phase in (Phase.BACKWARD, Phase.RECOMPUTE)  # from the last block to the first
+        missing = self.left if number >= FEW or last != descends else 0
+        return f"{self.prefix}{number + missing}{event.module[len(f'{self.prefix}{number}') :]}"
+
+    def _kind(self, storage: int) -> str:
+        return "gradients" if storage in self.gradients else "activations"
+
+    def _make(self, event: Event) -> None:
+        for i in event.outs if isinstance(event, Compute) else ():
+            storage = self.root[i]
+            if self.program.tensors[storage].kind not in STATIC and storage not in self.live:
+                self.live[storage] = self.program.local_bytes(storage)
+                self.now[self._kind(storage)] += self.live[storage]
+
+    def _look(self, now: Mapping[str, int], copies: int, event: Event, *, last: bool = False) -> None:
+        total = sum(now.values()) + copies
+        if total > self.peak:
+            self.peak, self.place = total, _place(replace(event, module=self._real(event, last=last)))
+            self.parts = {**now, "communication": copies}
+
+    def _rest(self, entry: Mapping[str, int], inside: Iterable[tuple[Mapping[str, int], int, Event]]) -> None:
+        """The copies that were left out: look at the last of them, and keep what all of them leave behind."""
+        added = {kind: self.left * (self.now[kind] - entry[kind]) for kind in self.now}
+        if sum(added.values()) > 0:
+            for now, copies, event in inside:
+                self._look({kind: now[kind] + added[kind] for kind in now}, copies, event, last=True)
+        for kind, size in added.items():
+            self.now[kind] += size
 
 
 def _last_uses(events: Iterable[Event], root: list[int], buffered: set[int]) -> dict[int, int]:
@@ -129,11 +211,6 @@ def _last_uses(events: Iterable[Event], root: list[int], buffered: set[int]) -> 
         else:
             last |= {root[i]: at for i in event.tensors if root[i] not in buffered}
     return last
-
-
-def _parts(live: Mapping[int, int], gradients: set[int], copies: int) -> dict[str, int]:
-    held = sum(size for storage, size in live.items() if storage in gradients)
-    return {"activations": sum(live.values()) - held, "gradients": held, "communication": copies}
 
 
 def _copies(event: Event, backend: str) -> int:

@@ -98,22 +98,55 @@ def proof(got: Json) -> str:
     """The page of a `prove` object."""
     square, numerics, traffic, memory = (got.get(k) or {} for k in ("square", "numerics", "traffic", "memory"))
     worst = f" at {numerics['worst_tensor']}" if numerics.get("worst_tensor") else ""
+    wire = (
+        "no payload of 1 MB to judge the wire by"
+        if traffic.get("wire_error") is None
+        else f"wire {percent(traffic['wire_error'])}"
+    )
+    peak = "below 100 MiB: not judged" if memory.get("error") is None else f"error {percent(memory['error'])}"
     rows = [
-        ["square", _held(square.get("equal")), f"said {square.get('said')} events, heard {square.get('heard')}"],
+        ["square", _held(square.get("equal")), f"said {square.get('said')} calls, heard {square.get('heard')}"],
         ["numerics", _held(_within(numerics)), f"{_exp(numerics)}, bound {numerics.get('bound')}{worst}"],
-        ["traffic", _held(traffic.get("algorithmic_equal")), f"wire error {percent(traffic.get('wire_error'))}"],
-        ["memory", "", f"error {percent(memory.get('error'))}"],
+        ["traffic", _held(traffic.get("algorithmic_equal")), wire],
+        ["memory", "NO" if "memory" in got.get("differs", ()) else "", peak],
     ]
     rows += [[f"invariant {i['name']}", _held(i["held"]), ""] for i in got.get("invariants") or ()]
-    parts = [f"  {'proved' if got['proved'] else 'NOT proved'}   promise {got['promise']}", table(rows)]
+    differs = f"   differs in {', '.join(got['differs'])}" if got.get("differs") else ""
+    parts = [f"  {'proved' if got['proved'] else 'NOT proved'}   promise {got['promise']}{differs}", table(rows)]
     if square.get("first_difference"):
-        where = square["first_difference"]
-        at = f"  first difference: rank {where['rank']}, event {where['index']}"
-        parts.append(f"{at}\n    said   {where['said']}\n    heard  {where['heard']}")
+        parts.append(_difference(square["first_difference"]))
+    parts.append("\n".join(f"  {why}" for why in got.get("reasons") or () if not why.startswith("square")))
     if got.get("shrunk"):
         parts.append("  shrunk: " + "; ".join(map(str, got["shrunk"])))
     parts.append(_notes(got.get("notes", ())))
     return "\n\n".join(p for p in parts if p)
+
+
+def _difference(where: Json) -> str:
+    """The first call that was not as said."""
+    fields = f": {', '.join(where['fields'])}" if where.get("fields") else ""
+    at = f"  first difference: rank {where['rank']}, call {where['index']} on {where['axis']}{fields}"
+    said, heard = (_call(where[side]) for side in ("said", "heard"))
+    return f"{at}\n    said   {said}\n    heard  {heard}"
+
+
+def _call(call: Json | None) -> str:
+    return f"{call['op']} on {call['axis']} of {call['nbytes']} bytes {call['dtype']}" if call else "nothing"
+
+
+def matrix(rows: Sequence[Json]) -> str:
+    """Proofs side by side: what each row of a proof matrix came to.
+
+    Args:
+        rows: {strategies, workload, mesh, seconds, proof: a `prove` object or None, error: why there is none}.
+    """
+    cells = []
+    for row in rows:
+        got = row.get("proof")
+        verdict = "refused" if got is None else "proved" if got["proved"] else f"NOT: {', '.join(got['differs'])}"
+        error, calls = (_exp(got["numerics"])[14:], str(got["square"]["said"])) if got else (row.get("error", ""), "")
+        cells.append([row["strategies"], row["workload"], row["mesh"], verdict, error, calls, format_time(row["seconds"])])
+    return table(cells, ["strategies", "workload", "mesh", "verdict", "largest error", "calls", "time"])
 
 
 def choices(got: Json) -> str:

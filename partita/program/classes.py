@@ -1,7 +1,7 @@
 """Names for dim classes: from hints, or read off the contractions of the forward.
 
 A hint is an einops-like string by parameter glob: {"*.qkv.weight": "(three heads e) hidden", "*.up.weight": "ffn hidden"};
-"_" leaves a dim unnamed. Inputs name `batch` and `sequence`.
+"_" leaves a dim unnamed, "..." the rest of a product. Inputs name `batch` and `sequence`.
 """
 
 import collections
@@ -29,7 +29,7 @@ def classes_of(program: Program, hints: Mapping[str, str]) -> Classes:
         found[name] |= atoms
     if found["group"]:  # grouped attention: one key head serves a group of query heads
         found["kv"] = set(found["heads"])
-    return {name: frozenset(atoms) for name, atoms in sorted(found.items()) if atoms and name != "_"}
+    return {name: frozenset(atoms) for name, atoms in sorted(found.items()) if atoms}
 
 
 def _inputs(program: Program) -> dict[str, set[int]]:
@@ -67,12 +67,16 @@ def _hinted(program: Program, hints: Mapping[str, str]) -> dict[str, set[int]]:
         for t in hits:
             for cell, dim in zip(cells, t.dims, strict=True):
                 for name, atom in zip(cell, dim, strict=False):
-                    found[name].add(atom)
+                    if name not in ("_", "..."):
+                        found[name].add(atom)
     return found
 
 
 def _fits(cells: list[list[str]], t: Tensor) -> bool:
-    return len(cells) == len(t.dims) and all(len(c) == 1 or len(c) == len(d) for c, d in zip(cells, t.dims, strict=True))
+    def fits(cell: list[str], dim: Dim) -> bool:
+        return len(cell) == 1 or len(cell) == len(dim) or (cell[-1] == "..." and len(cell) - 1 <= len(dim))
+
+    return len(cells) == len(t.dims) and all(map(fits, cells, t.dims))
 
 
 def _read(program: Program, found: dict[str, set[int]]) -> dict[str, set[int]]:

@@ -29,6 +29,7 @@ class Signature:
         summands: The dims a direct sum is made of.
         independent: (input, output) pairs without data flow.
         unread: Inputs used for their shape only.
+        index: The one index a select or a slice takes.
         creates: Makes its outputs from nothing that is split.
     """
 
@@ -42,6 +43,7 @@ class Signature:
     summands: list[Dim] = field(default_factory=list)
     independent: set[tuple[int, int]] = field(default_factory=set)
     unread: set[int] = field(default_factory=set)
+    index: int = -1
     creates: bool = False
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from partita.errors import Fault, Refused
 from partita.program.derivation import Derivation, Label, Move, Taken
-from partita.program.dims import Cell, Signature
+from partita.program.dims import Cell, Dim, Signature
 from partita.program.events import WIDTH, Compute, Kind, Partial, Phase, Split, Tensor
 from partita.program.program import Program
 from partita.program.saying import payload, ranges, rewrite
@@ -142,6 +142,7 @@ class _Rule:
         self.moves: list[Move] = []
         self.labels = [Taken() for _ in self.events]
         self.states: list[State] = [WHOLE] * len(self.tensors)
+        self.owner: dict[int, tuple[Dim, int] | None] = {}  # a value made from one index of a split dim alone
         self.at, self.taken = 0, Taken()
         for t in self.tensors:
             if t.kind in (Kind.PARAMETER, Kind.INPUT, Kind.OPTIMIZER) and t.id not in self.held and self.spots[t.id]:
@@ -246,21 +247,50 @@ class _Rule:
             return
         read = [i for i in range(len(event.ins)) if i not in sig.unread]
         partial = [i for i in read if self.have(event.ins[i]) == {PARTIAL}]
+        if partial and self.alone(event, sig, read, partial):
+            return
         if partial and self.travels(event, sig, read, partial):
             self.taken.partial = tuple(partial)
+            owners = {self.owner.get(event.ins[i]) for i in partial}
             for o in event.outs:
-                self.states[o] = PARTIAL
+                self.states[o], self.owner[o] = PARTIAL, owners.copy().pop() if len(owners) == 1 else None
             return
-        label = self.choose(event, sig, read, partial)
-        self.taken.label = label
+        label = self.taken.label = self.choose(event, sig, read, partial)
         for i in read:
             self.convert(event.ins[i], self.place(sig, sig.ins[i], label) or WHOLE, *where)
-        for move in self.inner(event, sig, label):
-            self.moves.append(move)
+        self.moves += self.inner(event, sig, label)
+        self.make(event, sig, label, read)
+
+    def make(self, event: Compute, sig: Signature, label: Label | None, read: list[int]) -> None:
+        """The states of the results of an op that runs under a label."""
         done = label is not None and label[0] in sig.inner and sig.inner[label[0]][2]
         for j, (o, cells) in enumerate(zip(event.outs, sig.outs, strict=True)):
             fed = label is not None and any(self.place(sig, sig.ins[i], label) for i in read if (i, j) not in sig.independent)
             self.states[o] = self.place(sig, cells, label) or (PARTIAL if fed and not done else WHOLE)
+            number = j if event.op == "unbind" else sig.index
+            if number >= 0 and label is not None and self.states[o] == PARTIAL:
+                self.owner[o] = (sig.dims[label[0]], number)
+
+    def alone(self, event: Compute, sig: Signature, read: list[int], partial: list[int]) -> bool:
+        """In a loop over samples each value lives on one rank alone: it passes any op, and a join of all is split again.
+
+        Only where gradients stay Partial: a rank of a data axis loops over its own samples.
+        """
+        owners = [self.owner.get(event.ins[i]) for i in partial]
+        if self.how["gradients"] or None in owners or not all(WHOLE in self.have(event.ins[i]) for i in set(read) - {*partial}):
+            return False
+        joined = [t for t in self.born(sig) if t]
+        if len(set(owners)) == 1 and not joined:
+            self.taken.partial = tuple(partial)
+            for o in event.outs:
+                self.states[o], self.owner[o] = PARTIAL, owners[0]
+        elif joined and len(set(owners)) == len(partial) == len(read):
+            self.taken.label = joined[0]
+            for o, cells in zip(event.outs, sig.outs, strict=True):
+                self.states[o] = self.place(sig, cells, joined[0]) or WHOLE
+        else:
+            return False
+        return True
 
     def choose(self, event: Compute, sig: Signature, read: list[int], partial: list[int]) -> Label | None:
         offers: list[Label | None] = []
@@ -306,7 +336,7 @@ class _Rule:
         for d, cell in enumerate(cells):
             k = t[1]
             for label in cell:
-                if t[0] in (label, sig.parts.get(label)):
+                if t[0] == label or (sig.parts.get(label) == t[0] and sig.dims[label]):  # a summand of size 1 has no part
                     return d, k
                 k += len(sig.dims[label])
         return None

@@ -6,6 +6,7 @@ Some ops would let a Partial value travel further than that, or be summed more t
     gradient of an embedding   its rows are summed before they are scattered, never the whole table
     Partial x learned scalar   summed first: the scalar's gradient needs the whole value
     cut into pieces            summed once, not each piece
+    wider dtype                summed before it is widened
     copy of a value            the same value: what is whole in one is whole in the other
 
 What would take more than sums is an obstacle: the dim stays whole.
@@ -17,7 +18,7 @@ from dataclasses import replace
 
 from partita.errors import Fault
 from partita.program.dims import Cell, Signature
-from partita.program.events import Compute, Event, Kind, Phase, Repeat
+from partita.program.events import WIDTH, Compute, Event, Kind, Phase, Repeat
 from partita.program.program import Program
 from partita.program.split import Derivation, derive
 
@@ -53,11 +54,18 @@ def anchored(program: Program) -> Program:
         cut = event.op in PIECES or (event.op in ("select", "slice") and not forward)
         if event.op == "clone":
             return replace(event, op="alias")
-        if scaled or cut or event.op == "embedding_dense_backward":
+        if scaled or cut or _widens(program, event) or event.op == "embedding_dense_backward":
             return replace(event, signature=replace(event.signature, linear="no"))
         return event
 
     return replace(program, segments=tuple(Repeat(s.count, tuple(map(change, s.events))) for s in program.segments))
+
+
+def _widens(program: Program, event: Compute) -> bool:
+    if event.op != "_to_copy":
+        return False
+    before, after = (program.tensors[v] for v in (event.ins[0], event.outs[0]))
+    return WIDTH[after.dtype] > WIDTH[before.dtype]
 
 
 def obstacles(program: Program, derivation: Derivation) -> dict[int, str]:
@@ -96,6 +104,13 @@ def recomputed(program: Program, derivation: Derivation) -> list[str]:
     modules = {module for module, _ in changed & again}
     inner = {m for m in modules for n in range(1, m.count(".") + 1) if m.rsplit(".", n)[0] in modules}
     return sorted(modules - inner)
+
+
+def single_heads(program: Program) -> bool:
+    """Whether some attention has one head, which no axis can split."""
+    computes = (e for e in program.events() if isinstance(e, Compute) and e.phase == Phase.FORWARD)
+    attends = (e.signature for e in computes if e.op.startswith("_scaled_dot_product") and e.signature)
+    return any(not sig.dims.get("g") and not sig.dims.get("r") for sig in attends)
 
 
 def _born(events: list[Event], derivation: Derivation) -> dict[int, int]:

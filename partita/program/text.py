@@ -120,6 +120,7 @@ def _signature_out(s: Signature) -> dict[str, Any]:
         "independent": sorted(s.independent),
         "unread": sorted(s.unread),
         "creates": s.creates,
+        "index": s.index + 1,
     }
     return {k: v for k, v in out.items() if v or k in ("ins", "outs")}
 
@@ -137,4 +138,5 @@ def _signature_in(table: Mapping[str, Any]) -> Signature:
         independent={(a, b) for a, b in table.get("independent", ())},
         unread=set(table.get("unread", ())),
         creates=table.get("creates", False),
+        index=table.get("index", 0) - 1,
     )

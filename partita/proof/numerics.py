@@ -31,6 +31,9 @@ class Numerics:
     def held(self) -> bool:
         return self.max_relative_error <= self.bound
 
+    def __str__(self) -> str:
+        return f"{self.worst_tensor} is off by {self.max_relative_error:.3g}, bound {self.bound:.3g}"
+
     def json(self) -> dict[str, Any]:
         return {"max_relative_error": self.max_relative_error, "bound": self.bound, "worst_tensor": self.worst_tensor}
 

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 from partita.errors import Fault, Refused, refuse
 from partita.runtime.batch import Batch
 from partita.runtime.buffers import find_buffers
-from partita.runtime.loss import Rule, find_rule
+from partita.runtime.loss import Rule
+from partita.runtime.loss_rule import find_rule
 from partita.runtime.net import Net
 from partita.runtime.subject import Subject
 
@@ -94,11 +95,24 @@ def decide(net: Net, subject: Subject, module: nn.Module, batch: Batch, samples:
 
 
 def _decided(subject: Subject, module: nn.Module, batch: Batch, samples: int) -> dict[str, Any]:
-    rule, faults = None, []
+    rule, buffers, faults = None, {}, []
     try:
         rule = find_rule(subject, module, batch, samples)
+        buffers, faults = find_buffers(subject, module, batch, samples)
     except Refused as refused:
-        faults += refused.faults
-    buffers, changed = find_buffers(subject, module, batch, samples)
-    faults += changed
+        faults = list(refused.faults)
+    except Exception as error:  # the user's module may bear no part of its batch
+        faults = [_whole_only(module, samples, error)]
     return {"rule": asdict(rule) if rule else None, "buffers": buffers, "faults": [asdict(f) for f in faults]}
+
+
+def _whole_only(module: nn.Module, samples: int, error: Exception) -> Fault:
+    text = str(error).strip().splitlines() or [""]
+    return Fault(
+        "P115",
+        f"{type(module).__name__} does not run on a part of its batch",
+        have=f"on a few of {samples} samples it raised {type(error).__name__}: {text[0]}",
+        law="every part of a batch is run by itself",
+        cure="a module that takes any number of samples; or one data rank with accumulate = 1",
+        at="model",
+    )

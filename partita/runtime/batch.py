@@ -57,8 +57,8 @@ def taken(batch: Mapping[str, Any], share: Share, samples: int, device: torch.de
 class Feed:
     """The batches of a run, checked as they come.
 
-    A function is asked for any step. An iterable is read in order, once per process: a forked rank begins anew with one that can
-    be iterated again, and goes on with one that cannot. The first batch may be asked for at any time.
+    A function is asked for any step. An iterable is read in order, once per process: a forked rank begins anew with one that
+    can be iterated again, and goes on with one that cannot. The first batch may be asked for at any time.
 
     Args:
         source: batches(step), or an iterable.

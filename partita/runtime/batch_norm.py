@@ -8,6 +8,7 @@ class, names, buffers, momentum (None included) and batch counter, and evaluatio
 """
 
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any, Self
 
 import torch
@@ -159,6 +160,13 @@ def paths(module: nn.Module) -> dict[int, str]:
         m = module.get_submodule(name)
         found |= {id(t): name for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
     return found
+
+
+def own_no_ranks(module: nn.Module) -> None:
+    """A SyncBatchNorm would talk by itself, to all ranks: here it is a batch norm like any other."""
+    for m in module.modules():
+        if isinstance(m, nn.SyncBatchNorm):
+            m.forward = MethodType(nn.modules.batchnorm._BatchNorm.forward, m)
 
 
 def microbatch_faults(module: nn.Module, microbatches: int, allowed: str | None) -> list[Fault]:

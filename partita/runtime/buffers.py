@@ -14,8 +14,9 @@ import warnings
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from partita.errors import Fault
+from partita.errors import Fault, RunFailed
 from partita.runtime.batch import Batch, Share, taken
 from partita.runtime.subject import Subject
 
@@ -40,14 +41,18 @@ def find_buffers(subject: Subject, module: nn.Module, batch: Batch, samples: int
     n = 2 if few >= 4 else 1
     looks = [Share(0, few), Share(0, n), Share(few - n, n)]
     changes = [_change(subject, module, batch, samples, share, before) for share in looks]
+    changes.append(_blank(subject, module, batch, samples, looks[0], before) or changes[0])
+    changes.append(_change(subject, module, batch, samples, looks[0], before, times=2))
     found, faults = {}, []
     for name in before:
         deltas = [c[name] for c in changes]
         if all(not d.any() for d in deltas):
             continue
-        if _same(deltas[0], deltas[1]) and _same(deltas[1], deltas[2]):
+        if not _same(deltas[0], deltas[3]):
+            faults.append(_fault(name, before[name]))
+        elif _same(deltas[0], deltas[1]) and _same(deltas[1], deltas[2]):
             found[name] = "steps"
-        elif _same(deltas[1], deltas[2]) and _same(deltas[0] * n, deltas[1] * few):
+        elif _same(deltas[1], deltas[2]) and _same(deltas[0] * n, deltas[1] * few) and _same(deltas[0] * 2, deltas[4]):
             found[name] = "samples"
         else:
             faults.append(_fault(name, before[name]))
@@ -59,7 +64,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _change(
-    subject: Subject, module: nn.Module, batch: Batch, samples: int, share: Share, before: dict[str, Tensor]
+    subject: Subject, module: nn.Module, batch: Batch, samples: int, share: Share, before: dict[str, Tensor], times: int = 1
 ) -> dict[str, Tensor]:
     own = copy.deepcopy(module)
     device = next((t.device for t in (*own.parameters(), *own.buffers())), None)
@@ -68,9 +73,21 @@ def _change(
         for m in own.modules():  # their own statistics are not the question, and one sample may be too few for them
             if _is_norm(m):
                 m.eval()
-        subject.evaluate(own, taken(batch, share, samples, device))
+        for _ in range(times):
+            subject.evaluate(own, taken(batch, share, samples, device))
     after = dict(own.named_buffers())
     return {name: _minus(after[name], b) for name, b in before.items()}
+
+
+def _blank(
+    subject: Subject, module: nn.Module, batch: Batch, samples: int, share: Share, before: dict[str, Tensor]
+) -> dict[str, Tensor] | None:
+    """The same with every number zero: a count that looks at the samples (padding, say) comes out otherwise."""
+    blank = tree_map(lambda t: torch.zeros_like(t) if isinstance(t, Tensor) else t, batch)
+    try:
+        return _change(subject, module, blank, samples, share, before)
+    except Exception:  # the module may not bear such a batch; then the other looks decide
+        return None
 
 
 def _minus(after: Tensor, before: Tensor) -> Tensor:
@@ -109,26 +126,40 @@ class Keeper:
         self.module, self.parts, self.microbatches = module, parts, microbatches
         self.steps = [n for n, kind in kinds.items() if kind == "steps" and n in held]
         self.samples = [n for n, kind in kinds.items() if kind == "samples" and n in held]
-        self.before: dict[str, Tensor] = {}
-        self.once: dict[str, Tensor] = {}
+        self.start: dict[str, Tensor] = {}  # before the step
+        self.once: dict[str, Tensor] = {}  # after its first microbatch
+        self.grew: dict[str, Tensor] = {}  # in the first step
 
     def begin(self) -> None:
         """Before a step."""
-        held = dict(self.module.named_buffers())
-        self.before = {n: held[n].detach().clone() for n in self.samples} if self.parts > 1 else {}
+        self.start = self._copies([*self.samples, *self.steps])
+
+    def starting(self, microbatch: int) -> None:
+        """Before the forward pass of a microbatch: every one finds the counters of the step's start."""
+        if microbatch:
+            self._set({n: self.start[n] for n in self.steps})
 
     def ran(self, microbatch: int) -> None:
-        """After the forward pass of a microbatch."""
-        if microbatch == 0 and self.microbatches > 1:
-            held = dict(self.module.named_buffers())
-            self.once = {n: held[n].detach().clone() for n in self.steps}
+        """After it."""
+        if not microbatch:
+            self.once = self._copies(self.steps)
 
     def finish(self) -> None:
         """After the last microbatch."""
-        held = dict(self.module.named_buffers())
+        now = self._copies(self.samples)
+        for name in self.samples:
+            grown = now[name] - self.start[name]
+            if not torch.equal(self.grew.setdefault(name, grown), grown):
+                raise RunFailed(f"buffer {name!r} grows by other amounts from step to step: it does not count samples alone")
+            now[name] = self.start[name] + grown * self.parts
+        self._set({**now, **self.once})
+
+    def _copies(self, names: list[str]) -> dict[str, Tensor]:
+        held = dict(self.module.named_buffers()) if names else {}
+        return {n: held[n].detach().clone() for n in names}
+
+    def _set(self, values: dict[str, Tensor]) -> None:
+        held = dict(self.module.named_buffers()) if values else {}
         with torch.no_grad():
-            for name, before in self.before.items():
-                grown = held[name] - before
-                held[name].copy_(before + grown * self.parts)
-            for name, once in self.once.items():
-                held[name].copy_(once)
+            for name, value in values.items():
+                held[name].copy_(value)

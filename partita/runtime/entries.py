@@ -176,7 +176,23 @@ def row_entries(pool: Pool, rows: int, width: int) -> list[Entry]:
     def norm_backward(g: Tensor, x: Tensor) -> Any:
         return aten.native_layer_norm_backward(g, x, [width], *statistics, weight, weight, wanted)
 
+    channels = 16 if rows * width >= 1 << 12 else 1
+    image, per_channel = (8, channels, rows * width // 8 // channels), [torch.ones(channels) for _ in range(4)]
+
+    def images(count: int) -> Callable[[], tuple[Any, ...]]:
+        return lambda: tuple(pool(*image) for _ in range(count))
+
+    def batch_norm(x: Tensor) -> Any:
+        return aten.native_batch_norm(x, *per_channel, *[True], 0.1, 1e-5)
+
+    def batch_norm_backward(g: Tensor, x: Tensor) -> Any:
+        return aten.native_batch_norm_backward(
+            g, x, *per_channel[:1], *per_channel[2:], *per_channel[:2], *[True], 1e-5, wanted
+        )
+
     return [
+        Entry("native_batch_norm", 2 * n, images(1), batch_norm),
+        Entry("native_batch_norm_backward", 3 * n, images(2), batch_norm_backward),
         Entry("native_layer_norm", 2 * n + ends, one, lambda x: aten.native_layer_norm(x, [width], weight, weight, 1e-5)),
         Entry("native_layer_norm_backward", 3 * n + ends, two, norm_backward),
         Entry("_softmax", 2 * n, one, lambda x: aten._softmax(x, -1, **off)),
@@ -216,23 +232,32 @@ def attention_entries(pool: Pool, *, quick: bool) -> Iterator[Entry]:
         )
 
 
-def convolution_entries(pool: Pool, *, quick: bool) -> Iterator[Entry]:
-    """3 x 3 convolutions, forward and backward, over flop."""
-    one, transposed = [1, 1], False
-    for samples, channels, size in (
-        ((2, 8, 16), (8, 16, 16), (8, 32, 16)) if quick else ((2, 8, 16), (8, 16, 16), (8, 32, 32), (8, 64, 32))
-    ):
-        image, kernel = (samples, channels, size, size), (channels, channels, 3, 3)
-        flop = 2.0 * samples * size**2 * channels**2 * 9
-        yield Entry(
-            "convolution",
-            flop,
-            lambda image=image, kernel=kernel: (pool(*image), pool(*kernel)),
-            lambda x, w: aten.convolution(x, w, None, one, one, one, transposed, [0, 0], 1),
-        )
-        yield Entry(
-            "convolution_backward",
-            2 * flop,
-            lambda image=image, kernel=kernel: (pool(*image), pool(*image), pool(*kernel)),
-            lambda g, x, w: aten.convolution_backward(g, x, w, None, one, one, one, transposed, [0, 0], 1, [True, True, False]),
+CONVOLUTIONS = (  # samples, channels in and out, size of the image, of the kernel, stride: a small residual network
+    (8, 3, 16, 32, 3, 1), (8, 16, 16, 32, 3, 1), (8, 16, 32, 32, 3, 2), (8, 16, 32, 32, 1, 2), (8, 32, 32, 16, 3, 1),
+    (8, 32, 64, 16, 3, 2), (8, 64, 64, 16, 3, 1), (8, 64, 64, 8, 3, 1), (8, 64, 128, 8, 1, 2), (8, 128, 128, 4, 3, 1),
+)  # fmt: skip
+
+
+def convolution_entries(pool: Pool) -> Iterator[tuple[Shape, Entry]]:
+    """Convolutions forward and backward, with the products they amount to."""
+    straight, nothing, wanted = False, [0, 0], [True, True, False]
+    for samples, inputs, outputs, size, kernel, stride in CONVOLUTIONS:
+        image, weight, out = (samples, inputs, size, size), (outputs, inputs, kernel, kernel), size // stride
+        how = [stride, stride], [kernel // 2, kernel // 2], [1, 1], straight, nothing, 1
+        product = (samples * out * out, outputs, inputs * kernel**2)
+        flop = 2.0 * product[0] * product[1] * product[2]
+
+        def forward(x: Tensor, w: Tensor, how: tuple[Any, ...] = how) -> Any:
+            return aten.convolution(x, w, None, *how)
+
+        def backward(g: Tensor, x: Tensor, w: Tensor, how: tuple[Any, ...] = how) -> Any:
+            return aten.convolution_backward(g, x, w, None, *how, wanted)
+
+        def operands(*shapes: tuple[int, ...]) -> Callable[[], tuple[Any, ...]]:
+            return lambda: tuple(pool(*shape) for shape in shapes)
+
+        yield Shape(1, *product, "forward"), Entry("convolution", flop, operands(image, weight), forward)
+        yield (
+            Shape(1, *product[:2], 2 * product[2], "backward"),  # two products of the same size
+            Entry("convolution_backward", 2 * flop, operands((samples, outputs, out, out), image, weight), backward),
         )

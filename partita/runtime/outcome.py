@@ -7,7 +7,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,7 @@ def run(
     training: Training,
     *,
     wide: bool = False,
+    alone: bool = False,
     progress: Progress | None = None,
 ) -> Outcome:
     """Train on the ranks of a mesh.
@@ -125,15 +126,18 @@ def run(
         program: One global microbatch on one device, flat.
         training: What to do.
         wide: Compute the model's float32 islands in float64, for a proof.
+        alone: One rank, whatever torchrun made.
         progress: Told of every step: steps done, loss.
     """
 
     def work(net: Net) -> dict[str, Any]:
+        at = net.share(str(training.folder)) if training.folder else None  # torchrun's ranks may each have named their own
+        what = replace(training, folder=Path(at)) if at else training
         with Wide() if wide else nullcontext():
-            return train_ranks(net, subject, strategies, program, training)
+            return train_ranks(net, subject, strategies, program, what)
 
     with tempfile.TemporaryDirectory(prefix="partita-") as exchange:
         folder = Path(exchange)
-        results = run_ranks(mesh, work, folder=folder, progress=progress)
+        results = run_ranks(mesh, work, folder=folder, progress=progress, alone=alone)
         tensors = {kind: load_file(folder / name) for kind, name in results[0]["files"].items()}
     return Outcome(mesh, tuple(results), tensors)

@@ -16,6 +16,7 @@ class Value:
     Args:
         iota: It is arange(n), perhaps reshaped: indexing by it keeps the dim's name.
         origin: Name of the op that made it.
+        piece: (dim, number): made from one index of that dim alone, as in a loop over samples.
         tainted: Its numbers depend on the inputs' or parameters' numbers.
     """
 
@@ -27,6 +28,7 @@ class Value:
     root: int = -1
     iota: bool = False
     origin: str = ""
+    piece: tuple[Dim, int] | None = None
     tainted: bool = False
 
 

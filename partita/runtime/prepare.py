@@ -10,7 +10,7 @@ from partita.errors import refuse
 from partita.program import Program
 from partita.runtime.agree import decide, same_batch, same_weights
 from partita.runtime.batch import Batch, divides, samples_of
-from partita.runtime.batch_norm import microbatch_faults
+from partita.runtime.batch_norm import microbatch_faults, own_no_ranks
 from partita.runtime.net import Net
 from partita.runtime.norm import clip_faults
 from partita.runtime.random import faults as drawing_faults
@@ -45,6 +45,7 @@ def prepare(
         Refused: On every rank alike, before step 1.
     """
     samples = samples_of(batch) or 1
+    own_no_ranks(module)
     refuse(
         [
             *divides(samples, 1, training.microbatches),

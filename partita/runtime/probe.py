@@ -87,6 +87,7 @@ def measure(net: Net, budget: Budget) -> dict[str, Any]:
         found["products"] += products(
             net, Pool(torch.bfloat16), budget, [s for s in shapes if s.m == 2048][:: 4 if budget.quick else 2]
         )
+        found["products"] += convolutions(net, pool, budget)
         found |= {"collectives": collectives(net, budget), "beside": beside(net, pool)}
     return found | {"overheads": overheads(), "step": real_step(net)}
 
@@ -97,12 +98,20 @@ def together(net: Net) -> None:
 
 
 def products(net: Net, pool: Pool, budget: Budget, shapes: list[Shape]) -> list[list[Any]]:
-    """[dtype, count, m, n, k, seconds] of each shape."""
+    """[op, dtype, count, m, n, k, seconds] of each shape."""
     rows, dtype = [], str(pool.block.dtype).removeprefix("torch.")
-    for shape in shapes:
-        entry = product_entry(pool, shape)
+    for shape, entry in ((shape, product_entry(pool, shape)) for shape in shapes):
         together(net)
-        rows.append([dtype, *shape[:4], timed(entry.make, entry.call, budget.slice())])
+        rows.append(["mm", dtype, *shape[:4], timed(entry.make, entry.call, budget.slice())])
+    return rows
+
+
+def convolutions(net: Net, pool: Pool, budget: Budget) -> list[list[Any]]:
+    """The same of convolutions, forward and backward."""
+    rows = []
+    for shape, entry in convolution_entries(pool):
+        together(net)
+        rows.append([entry.op, "float32", *shape[:4], timed(entry.make, entry.call, budget.slice(0.5))])
     return rows
 
 
@@ -110,7 +119,7 @@ def ops(net: Net, pool: Pool, budget: Budget) -> list[list[Any]]:
     """[op, bytes or flop, seconds] of everything that is not a product."""
     sizes = (8, 13, 16, 19, 21) if budget.quick else (8, 11, 13, 15, 17, 19, 21, 22)
     entries: list[Entry] = [entry for k in sizes for entry in op_entries(pool, 1 << k)]
-    entries += [*attention_entries(pool, quick=budget.quick), *convolution_entries(pool, quick=budget.quick)]
+    entries += attention_entries(pool, quick=budget.quick)
     rows = []
     for entry in entries:
         together(net)
@@ -167,8 +176,9 @@ def collectives(net: Net, budget: Budget) -> list[list[Any]]:
             "all_to_all": lambda x=whole: net.all_to_all(x, AXIS),
             "broadcast": lambda x=whole: net.broadcast(x, AXIS),
         }
-        count = 30 if nbytes <= 1 << 18 else 10 if nbytes <= 1 << 22 else 5
-        times = [clock(net, calls[op]) for _ in range(count if budget.quick else 2 * count)]
+        count = (30 if nbytes <= 1 << 18 else 10 if nbytes <= 1 << 22 else 5) * (1 if budget.quick else 2)
+        late = net.share(time.monotonic() > budget.ends + 3)
+        times = [clock(net, calls[op]) for _ in range(4 if late else count)]
         rows.append([op, size, nbytes, quartile(times)])
     return rows
 
@@ -202,7 +212,7 @@ def beside(net: Net, pool: Pool) -> dict[str, float]:
 
 
 def real_step(net: Net) -> float:
-    """Seconds of a real training step of `HELD_OUT` without communication, both ranks at once (10th percentile of 15)."""
+    """Seconds of a real training step of `HELD_OUT` without communication, both ranks at once (10th percentile of up to 20)."""
     subject = subject_of(HELD_OUT, synthetic=True)
     module = subject.make()
     optimizer, batch = subject.optimizer(module), subject.batches(0)
@@ -215,8 +225,9 @@ def real_step(net: Net) -> float:
         optimizer.zero_grad()
 
     with net.quiet():
-        times = [clock(net, step) for _ in range(18)]
-    return sorted(times[3:])[1]
+        first = [clock(net, step) for _ in range(3)]
+        count = net.share(max(5, min(20, round(3 / first[-1]))))
+        return sorted(clock(net, step) for _ in range(count))[count // 10]
 
 
 def collectives_only(net: Net, budget: Budget) -> list[list[Any]]:

@@ -9,6 +9,7 @@ import importlib
 import json
 import tempfile
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 
 from partita.program.fold import fold, stretch
@@ -17,7 +18,7 @@ from partita.program.resize import resized
 from partita.program.text import FORMAT, from_json, to_json
 from partita.workload import GPT, Llama, Workload
 
-VERSION = 1  # of what capture says: raise it when equal workloads get other programs
+VERSION = 2  # of what capture says: raise it when equal workloads get other programs
 SAMPLES = 2  # captured; the batch of size 1 would have no name
 BLOCKS = 3  # a first, a middle and a last one
 
@@ -33,16 +34,13 @@ def program_of(workload: Workload, cache: Path | None = None, *, exact: bool = F
     Raises:
         Refused: P115, when the module cannot be captured.
     """
-    small = _small(workload, exact=exact)
-    path = cache / "programs" / f"{_key(small, exact=exact)}.json" if cache else None
-    program = _kept(path)
-    if program is None:
-        program = fold(_captured(small, exact=exact))
-        _keep(path, program)
+    samples = workload.batch // workload.accumulate
+    try:
+        program = resized(_small_program(workload, SAMPLES, cache, exact=exact), "batch", samples)
+    except ValueError:  # the user's own code, or an op without a rule: captured as large as it is
+        program = _small_program(workload, samples, cache, exact=exact)
     layers = getattr(workload.spec, "layers", 0)
-    if layers != getattr(small.spec, "layers", 0):
-        program = stretch(program, layers)
-    return dressed(_sized(program, workload), workload)
+    return dressed(stretch(program, layers) if _few_blocks(workload, exact=exact) else program, workload)
 
 
 def dressed(program: Program, workload: Workload) -> Program:
@@ -55,46 +53,50 @@ def dressed(program: Program, workload: Workload) -> Program:
     )
 
 
-def _small(workload: Workload, *, exact: bool) -> Workload:
-    """The same kind of workload, as small as it can be captured."""
-    same = Workload(
+def _few_blocks(workload: Workload, *, exact: bool) -> bool:
+    """Do three blocks stand for all?"""
+    return isinstance(workload.spec, GPT | Llama) and workload.spec.layers > BLOCKS and not exact
+
+
+def _small_program(workload: Workload, samples: int, cache: Path | None, *, exact: bool) -> Program:
+    """The folded program of `samples` samples, kept or captured.
+
+    Raises:
+        ValueError: For a user's own code on fewer samples than it will run on.
+    """
+    own = workload.model.startswith("python:")
+    if own and samples != workload.batch // workload.accumulate:
+        raise ValueError("a user's own code may do anything with its batch")
+    small = Workload(
         model=workload.model if exact or workload.spec is None else type(workload.spec).kind,
         spec=workload.spec,
-        batch=SAMPLES if _scales(workload) else workload.batch // workload.accumulate,
+        batch=samples,
         dtype=workload.dtype,
         optimizer=workload.optimizer,
-        seed=0 if _scales(workload) else workload.seed,
+        seed=workload.seed if own else 0,
         extra=workload.extra,
     )
-    if isinstance(same.spec, GPT | Llama) and same.spec.layers > BLOCKS and not exact:
-        return replace(same, spec=replace(same.spec, layers=BLOCKS))
-    return same
-
-
-def _scales(workload: Workload) -> bool:
-    """May a small batch stand for a large one? Not for a user's own code, which may do anything with it."""
-    return not workload.model.startswith("python:")
-
-
-def _sized(program: Program, workload: Workload) -> Program:
-    samples = workload.batch // workload.accumulate
-    return resized(program, "batch", samples) if _scales(workload) else program
-
-
-def _captured(workload: Workload, *, exact: bool) -> Program:
-    capture = importlib.import_module("partita.runtime.capture")
-    subjects = importlib.import_module("partita.runtime.subject")
-    return capture.capture(subjects.subject_of(workload, synthetic=True), workload.batch)
+    if isinstance(small.spec, GPT | Llama) and _few_blocks(workload, exact=exact):
+        small = replace(small, spec=replace(small.spec, layers=BLOCKS))
+    path = cache / "programs" / f"{_key(small, exact=exact)}.json" if cache and not own else None
+    program = _kept(path)
+    if program is None:
+        capture = importlib.import_module("partita.runtime.capture")
+        subjects = importlib.import_module("partita.runtime.subject")
+        program = fold(capture.capture(subjects.subject_of(small, synthetic=True), samples))
+        _keep(path, program)
+    return program
 
 
 # ---- the cache
 def _key(workload: Workload, *, exact: bool) -> str:
     spec = None if workload.spec is None else [type(workload.spec).kind, asdict(workload.spec)]
     own = {**asdict(workload), "spec": spec}
-    config = ""
+    config, made_by = "", [version("torch")]
     if workload.model.startswith("hf:"):
         config = Path(workload.model.removeprefix("hf:")).read_text(encoding="utf-8")
-    text = json.dumps([VERSION, FORMAT, exact, own, config], sort_keys=True, default=str)
+        made_by += [version("transformers")] if exact or workload.spec is None else []
+    text = json.dumps([VERSION, FORMAT, made_by, exact, own, config], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

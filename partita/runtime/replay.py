@@ -4,6 +4,7 @@ user code        q = self.q(x).view(b, t, heads, -1)          loss = F.cross_ent
 on a rank        enter x; its own rows; view(b, t, heads / n) its own classes; two exchanges of statistics; sum
 """
 
+import copy
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from partita.errors import Fault, Refused, RunFailed
 from partita.program import Program
@@ -210,6 +211,7 @@ def install(
         Refused: P116, naming every module that cannot run on shards.
     """
     axis, coordinate = Axis(net, derivation.axis), net.coordinate[derivation.axis]
+    subject = replace(subject, batches=_kept(subject, max(samples, 2)))
 
     def written(subject: Subject, stream: Stream | None) -> tuple[Captured, Script]:
         captured = hear(subject, samples, program, derivation)
@@ -217,14 +219,20 @@ def install(
 
     def evaluation() -> Script:
         _, script = written(replace(subject, make=lambda: subject.make().eval()), None)
-        rehearse(Replay(axis, script), subject, module, samples)
+        rehearse(Replay(axis, script), subject, module)
         return script
 
     captured, script = written(subject, stream)
     placements = cut(module, rewrite(captured.program, captured.derivation), derivation.axis, coordinate)
     replay = Replay(axis, script, module, evaluation)
-    rehearse(replay, subject, module, samples)
+    rehearse(replay, subject, module)
     return Installed(replay, script.late, placements)
+
+
+def _kept(subject: Subject, samples: int) -> Callable[[int], dict[str, Any]]:
+    """The first batch only, as captured: data that is read once cannot be asked for it again later."""
+    batch = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, narrowed(subject.batches(0), samples))
+    return lambda _: batch
 
 
 @dataclass(frozen=True)
@@ -281,29 +289,34 @@ def cut(module: nn.Module, split: Program, axis: str, coordinate: int) -> dict[s
     return found
 
 
-def rehearse(replay: Replay, subject: Subject, module: nn.Module, samples: int) -> None:
+def rehearse(replay: Replay, subject: Subject, module: nn.Module) -> None:
     """Run the script once on fake shards, without a network: every result must have the shape its part of the whole has.
 
     Raises:
         Refused: P116, naming the module of the first call that does not.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    state: dict[str, Tensor] = {name: b.detach().cpu().clone() for name, b in module.named_buffers()}
-    with mode:
-        for name, p in module.named_parameters():
-            state[name] = mark(nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad))
-    batch = narrowed(subject.batches(0), max(samples, 2))
+    twin, batch = _twin(module), dict(subject.batches(0))
     replay.axis.silent = replay.rehearsing = True
     try:
         with torch.random.fork_rng(devices=[]), replay:
-            output = torch.func.functional_call(module, state, (), {k: batch[k] for k in subject.keys(module, batch)})
-            subject.loss(output, batch)
+            subject.evaluate(twin, batch)
     except (Refused, KeyboardInterrupt):
         raise
     except Exception as error:
         raise Refused(_misfit(replay, error)) from error
     finally:
         replay.axis.silent = replay.rehearsing = False
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """A copy on fake parameters: what a forward changes in the module, it changes there."""
+    mode, memo = FakeTensorMode(allow_non_fake_inputs=True), {}
+    for b in module.buffers():
+        memo[id(b)] = b.detach().cpu().clone()
+    with mode:
+        for p in module.parameters():
+            memo[id(p)] = mark(nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad))
+    return copy.deepcopy(module, memo)
 
 
 def _misfit(replay: Replay, error: Exception) -> Fault:

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_map
 from partita.errors import Fault, Refused, refuse
 from partita.runtime import saved
 from partita.runtime.batch import Batch, Share, divides, samples_of, taken
+from partita.runtime.batch_form import Form, LossFunction
 from partita.runtime.capture import capture
-from partita.runtime.form import Form, LossFunction
 from partita.runtime.net import Net
 from partita.runtime.norm import clip, clip_faults, global_norm
 from partita.runtime.prepare import prepare
@@ -62,7 +62,8 @@ class Session:
         self.net, self.strategies, self.forward = net, tuple(strategies), forward
         self.training = Training(0, accumulate, seed=seed, batch_norm=batch_norm)
         self.rank, self.ranks = net.rank, net.ranks
-        self._part, self._parts = coordinate_of(net, data_axes_of(self.strategies, net.mesh))
+        self._axes = data_axes_of(self.strategies, net.mesh)
+        self._part, self._parts = coordinate_of(net, self._axes)
         self._step: Step | None = None
         self._form: Form | None = None
         self._whole: Batch | None = None  # the global batch the last shard was cut from
@@ -151,7 +152,7 @@ class Session:
         assert self._optimizer is not None, "wrap comes first"
         assert self._make is not None, "wrap comes first"
         form = self._formed(batch)
-        whole = self._whole if self._whole is not None else _repeated(local, self._parts)
+        whole = self._whole if self._whole is not None else _joined(self.net, self._axes, local)
         pristine = copy.deepcopy(model)
         subject = Subject(
             make=lambda: copy.deepcopy(pristine),
@@ -171,10 +172,18 @@ class Session:
         return step
 
 
-def _repeated(local: Batch, times: int) -> Batch:
-    """A global batch made of one rank's part, for capture only."""
+def _joined(net: Net, axes: Sequence[str], local: Batch) -> Batch:
+    """The global batch from every rank's own part. Quiet."""
     size = samples_of(local)
-    return tree_map(lambda t: torch.cat([t] * times) if isinstance(t, Tensor) and t.dim() and t.shape[0] == size else t, local)
+
+    def whole(t: Any) -> Any:
+        if isinstance(t, Tensor) and t.dim() and t.shape[0] == size:
+            for axis in reversed(axes):
+                t = net.all_gather(t, axis, label="batch")
+        return t
+
+    with net.quiet():
+        return tree_map(whole, local)
 
 
 def _uneven(number: int, have: int, want: int) -> Fault:

@@ -58,6 +58,9 @@ def cut(c: Call, big: Dim, n: int, pieces: list[tuple[int, Dim, int]], s: Signat
 def cat(c: Call) -> Signature:
     rank = len(c.shapes[0])
     dim, d, live = c.arg(1, "dim", 0) % rank, labels(rank), [v for v in c.ins if 0 not in v.shape]
+    if (big := _looped(c)) is not None and (c.name == "stack" or all(v.shape[dim] == 1 for v in live)):
+        kept = d[:dim] + ([()] if c.name == "cat" else []) + d[dim + 1 :]
+        return Signature([kept for _ in c.ins], [d], linear="add", dims={f"d{dim}": big})
     if c.name == "stack":
         return Signature([d[:dim] + d[dim + 1 :] for _ in c.ins], [d], {f"d{dim}"}, linear="add")
     empty: list[list[Cell]] = [[(f"none{j}.{i}",) for i in range(len(v.shape))] for j, v in enumerate(c.ins)]
@@ -72,6 +75,16 @@ def cat(c: Call) -> Signature:
     n = c.shapes[0][dim]
     pieces = [(a, v.dims[dim], v.shape[dim]) for a, v in zip(starts, live, strict=True)]
     return cut(c, c.atoms.new(n), n, pieces, Signature(ins, [at("big")], linear="add"))
+
+
+def _looped(c: Call) -> Dim | None:
+    """The dim whose indices, one by one and in order, the inputs were made from."""
+    pieces = [v.piece for v in c.ins if v.piece is not None]
+    if not pieces or len(pieces) < len(c.ins):
+        return None
+    big = pieces[0][0]
+    every = [(big, j) for j in range(c.atoms.numel(c.atoms.leaves(big)))]
+    return big if pieces == every else None
 
 
 def _spans(c: Call, dim: int, n: int, *, back: bool) -> list[tuple[int, int]] | None:
@@ -109,7 +122,9 @@ def piece(c: Call) -> Signature:
         pieces = [(spans[0][0], v.dims[dim] if keep else (), spans[0][1])]
         return cut(c, c.atoms.new(n), n, pieces, Signature([at("piece0", keep=keep)], [at("big")], linear="pass"))
     outs = [at(f"piece{j}", keep=keep) for j in range(len(spans))]
-    return cut(c, v.dims[dim], n, [(a, c.atoms.new(b), b) for a, b in spans], Signature([at("big")], outs, linear="pass"))
+    one = c.name in ("select", "slice") and spans[0][1] == 1
+    s = Signature([at("big")], outs, linear="pass", index=spans[0][0] if one else -1)
+    return cut(c, v.dims[dim], n, [(a, c.atoms.new(b), b) for a, b in spans], s)
 
 
 def pad(c: Call) -> Signature:

@@ -96,6 +96,7 @@ class Step:
         """One forward and backward; False when there was nothing to learn from."""
         site, share = self.site, self.shares[m]
         with site.statistics():
+            self.keeper.starting(m)
             with site.running(step, share), heard(self.rule) as counts:
                 value = site.subject.evaluate(site.module, part)
             self.keeper.ran(m)

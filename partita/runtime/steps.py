@@ -203,7 +203,7 @@ class _Scribe:
                 self._refuse(event.module, f"{event.op} makes a loss inside {self.call.name}")
         elif need is None and any(isinstance(x, Partial) for x in have):
             self._put("sum", v, event)
-        elif isinstance(need, Split) and None in have and tensor.kind not in (Kind.BUFFER, Kind.PARAMETER):
+        elif isinstance(need, Split) and None in have and tensor.kind != Kind.PARAMETER and "batch_norm" not in event.op:
             self._put("slice", v, event, need)
         else:
             names = " or ".join(sorted({word(x) for x in have}))

@@ -182,9 +182,15 @@ class Tape(TorchDispatchMode):
         signature, dims = self.name(func, call)
         written = name.endswith("_") and not name.startswith("__")
         outs = [self.add(t, dims=d) for t, d in zip(results, dims, strict=True)]
-        tainted = any(v.tainted for v in call.ins)
-        for i in outs:
-            self.values[i].origin, self.values[i].tainted = name, tainted
+        tainted, pieces = any(v.tainted for v in call.ins), {v.piece for v in call.ins if v.piece}
+        for k, i in enumerate(outs):
+            v = self.values[i]
+            v.origin, v.tainted = name, tainted
+            number = k if name == "unbind" else signature.index if signature else -1
+            if number >= 0:
+                v.piece = (call.ins[0].dims[call.arg(1, "dim", 0)], number)
+            elif len(pieces) == 1 and name not in ("stack", "cat", "select_backward"):
+                v.piece = next(iter(pieces))
         if (ins and call.ins[0].iota) or name == "arange":
             self.values[outs[0]].iota = self._iota(call)
         roots = {self.values[i].root for i in ins}

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 NOTE = 200  # characters of a note
+BUSY = 0.05  # CPU seconds a second, of all ranks together, above which something moves
 
 
 class Slot(ctypes.Structure):
@@ -120,6 +121,7 @@ class Watcher:
     def __init__(self, slots: ctypes.Array, pids: list[int], quiet: float) -> None:
         self.slots, self.pids, self.quiet = slots, pids, quiet
         self._cpu = [(0.0, -1.0)] * len(pids)  # per rank: CPU seconds used and the beat at which that was read
+        self._busy = (0.0, 0.0, 0.0)  # when last looked, CPU seconds of all ranks then, when they last moved
 
     def at(self, rank: int) -> str:
         """What `rank` was doing, in words."""
@@ -139,10 +141,24 @@ class Watcher:
         if idle:
             return self._silent(idle, now)
         calls = {r: self.slots[r].calls for r in range(len(self.pids))}  # finished ranks too: they may have left calls out
+        if self._moves(left, now):
+            return None
         if len(set(calls.values())) > 1:
             rank = min(calls, key=lambda r: calls[r])
             return rank, f"keeps the others waiting: it is {self.at(rank)}, they are {self._others(rank)}"
         return self._overdue(left, now)
+
+    def _moves(self, left: list[int], now: float) -> bool:
+        """Whether a long transfer is under way: ranks that wait for each other in vain use no CPU."""
+        then, before, moved = self._busy
+        if now - then >= 0.5:
+            used = sum(state(self.pids[r])[1] for r in left)
+            if not then:  # the first look: one more second tells
+                moved = now - self.quiet + 1.0
+            elif used - before > BUSY * (now - then):
+                moved = now
+            self._busy = now, used, moved
+        return now - moved < self.quiet
 
     def _others(self, rank: int) -> str:
         return "; ".join(f"rank {r} {self.at(r)}" for r in range(len(self.pids)) if r != rank)

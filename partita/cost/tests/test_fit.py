@@ -13,7 +13,8 @@ def raw(noise=1.0):
     """Products at 10 Gflop/s, ops that move 1 GB/s after 1 us, calls of 100 us + 1 ns a byte."""
     shapes = [(1, m, n, k) for m in (64, 256, 1024) for n in (64, 256) for k in (64, 256)]
     products = [
-        ["float32", *s, 2.0 * s[0] * s[1] * s[2] * s[3] / RATE * (noise if at % 5 == 2 else 1)] for at, s in enumerate(shapes)
+        ["mm", "float32", *s, 2.0 * s[0] * s[1] * s[2] * s[3] / RATE * (noise if at % 5 == 2 else 1)]
+        for at, s in enumerate(shapes)
     ]
     names = [*CLASS_OF_ENTRY.values(), "x_attention"]
     ops = [[op, size, 1e-6 + size * 1e-9] for op in names for size in (1e3, 1e4, 1e5, 1e6, 1e7)]

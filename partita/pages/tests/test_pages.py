@@ -119,34 +119,70 @@ FIRST = {"rank": 1, "index": 3, "said": "a", "heard": "b"}
 
 
 @pytest.mark.golden
-def test_the_page_of_a_proof_shows_the_first_difference():
+def test_the_page_of_a_proof_names_the_field_and_the_worst_tensor():
+    call = {"op": "all_reduce", "axis": "dp", "nbytes": 64, "dtype": "float32"}
     got = {
         "proved": False,
         "promise": "REORDERED",
+        "differs": ["nbytes", "numerics"],
+        "reasons": ["square: ...", "numerics: gradient head.weight is off by 0.5, bound 1e-10"],
         "square": {
             "equal": False,
             "said": 8,
-            "heard": 7,
-            "first_difference": {"rank": 1, "index": 3, "said": "a", "heard": "b"},
+            "heard": 8,
+            "first_difference": {
+                "rank": 1,
+                "index": 3,
+                "axis": "dp",
+                "fields": ["nbytes"],
+                "said": call,
+                "heard": call | {"nbytes": 32},
+            },
         },
-        "numerics": {"max_relative_error": 3e-15, "bound": 1e-10, "worst_tensor": "head.weight"},
-        "traffic": {"algorithmic_equal": True, "wire_error": None},
+        "numerics": {"max_relative_error": 0.5, "bound": 1e-10, "worst_tensor": "gradient head.weight"},
+        "traffic": {"algorithmic_equal": False, "wire_error": None},
         "memory": {"error": 0.01},
         "shrunk": ["layers: 4 -> 2"],
     }
     assert text.proof(got) == (
-        "  NOT proved   promise REORDERED\n"
+        "  NOT proved   promise REORDERED   differs in nbytes, numerics\n"
         "\n"
-        "  square    NO   said 8 events, heard 7\n"
-        "  numerics  yes  largest error 3e-15, bound 1e-10 at head.weight\n"
-        "  traffic   yes  wire error -\n"
-        "  memory         error +1.0 %\n"
+        "  square    NO  said 8 calls, heard 8\n"
+        "  numerics  NO  largest error 0.5, bound 1e-10 at gradient head.weight\n"
+        "  traffic   NO  no payload of 1 MB to judge the wire by\n"
+        "  memory        error +1.0 %\n"
         "\n"
-        "  first difference: rank 1, event 3\n"
-        "    said   a\n"
-        "    heard  b\n"
+        "  first difference: rank 1, call 3 on dp: nbytes\n"
+        "    said   all_reduce on dp of 64 bytes float32\n"
+        "    heard  all_reduce on dp of 32 bytes float32\n"
+        "\n"
+        "  numerics: gradient head.weight is off by 0.5, bound 1e-10\n"
         "\n"
         "  shrunk: layers: 4 -> 2"
+    )
+    got["square"]["first_difference"]["heard"] = None
+    assert "heard  nothing" in text.proof(got)
+
+
+@pytest.mark.golden
+def test_a_matrix_of_proofs_is_a_table():
+    proof = {"proved": True, "differs": [], "numerics": {"max_relative_error": 2e-14}, "square": {"said": 8}}
+    rows = [
+        {"strategies": "ddp", "workload": "gpt", "mesh": "dp=2", "seconds": 2.0, "proof": proof},
+        {
+            "strategies": "ddp",
+            "workload": "mlp",
+            "mesh": "dp=2",
+            "seconds": 1.0,
+            "proof": proof | {"proved": False, "differs": ["axis"]},
+        },
+        {"strategies": "ddp", "workload": "bert", "mesh": "dp=3", "seconds": 0.5, "proof": None, "error": "P104"},
+    ]
+    assert text.matrix(rows) == (
+        "  strategies  workload  mesh  verdict    largest error  calls    time\n"
+        "  ddp         gpt       dp=2  proved     2e-14              8     2 s\n"
+        "  ddp         mlp       dp=2  NOT: axis  2e-14              8     1 s\n"
+        "  ddp         bert      dp=3  refused    P104                  500 ms"
     )
 
 

@@ -99,6 +99,6 @@ def hints(spec: workload.GPT) -> dict[str, str]:
         "tokens.weight": "vocab hidden",
         "positions.weight": "sequence hidden" if spec.sequence > 1 else "_ hidden",
         **({} if spec.tie_embeddings else {"head.weight": "vocab hidden"}),
-        "blocks.*.attention.qkv.weight": f"(three {heads}e) hidden" if spec.hidden > spec.heads else f"(three {heads}) hidden",
+        "blocks.*.attention.qkv.weight": f"(three {heads}...) hidden",
         "blocks.*.mlp.up.weight": "ffn hidden",
     }

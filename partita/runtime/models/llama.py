@@ -111,7 +111,7 @@ def hints(spec: workload.Llama) -> dict[str, str]:
     return {
         "tokens.weight": "vocab hidden",
         **({} if spec.tie_embeddings else {"head.weight": "vocab hidden"}),
-        "blocks.*.attention.q.weight": f"({heads}{group}two e) hidden",
-        "blocks.*.attention.k.weight": f"({heads}two e) hidden",
+        "blocks.*.attention.q.weight": f"({heads}{group}...) hidden",
+        "blocks.*.attention.k.weight": f"({heads}...) hidden",
         "blocks.*.mlp.up.weight": "ffn hidden",
     }

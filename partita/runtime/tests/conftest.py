@@ -79,7 +79,9 @@ def split() -> Callable[..., Split]:
 def equal() -> Callable[..., Split]:
     """Runs a subject split and whole, and asserts that both are the same and that the recorder heard the ledger."""
 
-    def check(subject: Subject, mesh: dict[str, int], steps: int = 3, accumulate: int = 1, bound: float = 1e-10, **settings: Any) -> Split:
+    def check(
+        subject: Subject, mesh: dict[str, int], steps: int = 3, accumulate: int = 1, bound: float = 1e-10, **settings: Any
+    ) -> Split:
         schedule = (settings.get("schedule", "constant"), settings.get("warmup", 0), settings.get("horizon"))
         whole = train_whole(subject, steps, clip=settings.get("clip"), schedule=schedule)
         got = run_split(subject, mesh, steps, accumulate, **settings)

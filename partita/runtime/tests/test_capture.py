@@ -271,6 +271,41 @@ def test_a_choice_by_inputs_is_followed_and_said():
     assert "control flow depends on data" in p.notes[-1]
 
 
+class Rows(nn.Module):
+    """Each sample chooses its own branch."""
+
+    def __init__(self, join=torch.stack):
+        super().__init__()
+        self.a, self.pos, self.neg, self.join = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), join
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.join([torch.tanh((self.pos if float(r.sum()) > 0 else self.neg)(q)) for r, q in zip(x, y, strict=True)])
+
+
+@pytest.mark.parametrize("join", [torch.stack, lambda rows: torch.cat([r[None] for r in rows])], ids=["stack", "cat"])
+def test_a_loop_over_samples_is_split_by_sample(join):
+    x = torch.linspace(0.1, 1, 32).view(8, 4) * torch.tensor([1.0, -1.0]).repeat_interleave(4)[:, None]
+    p = capture(user(lambda: Rows(join), {"x": x}, lambda out, b: out.square().mean()), 8)
+    assert p.dynamic
+    d = derive(p, "dp", 2, p.classes["batch"], gradients=False, scalars=False)
+    assert not d.moves
+    assert [d.layouts[g] for g in p.gradients.values()] == [Partial()] * 6
+
+
+def test_a_module_that_mixes_samples_says_so():
+    class Mixes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.tanh(self.a(x) - self.a(x).mean(0, keepdim=True))
+
+    p = capture(user(Mixes, {"x": torch.randn(8, 4)}, lambda out, b: out.square().mean()), 8)
+    assert derive(p, "dp", 2, p.classes["batch"], gradients=False, scalars=False).moves
+
+
 def test_a_choice_by_activations_is_run_really_and_said():
     class Chooses(nn.Module):
         def __init__(self):

@@ -75,7 +75,7 @@ def test_one_rank_needs_no_axis():
 def test_ranks_listen_on_the_loopback_only():
     def work(net):
         net.all_reduce(torch.ones(2), "dp")
-        mine = {Path(f"/proc/self/fd/{fd}").readlink().name for fd in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{fd}").is_symlink()}
+        mine = {fd.readlink().name for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}
         rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
         return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]  # 0A: listening
 
@@ -84,25 +84,33 @@ def test_ranks_listen_on_the_loopback_only():
         assert all(a.split(":")[0] == "0100007F" for a in addresses), addresses
 
 
+def raises():
+    raise ValueError("bad batch")
+
+
+def loops():
+    while True:
+        pass
+
+
+LOSSES = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "exit": lambda: os._exit(3),
+    "raise": raises,
+    "loop": loops,
+}
+
+
 def loses(how):
     def work(net):
         x = torch.ones(1000)
         for i in range(40):
             net.notes.stepped()
             if net.rank == 2 and i == 20:
-                if how == "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if how == "stop":
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                if how == "exit":
-                    os._exit(3)
-                if how == "raise":
-                    raise ValueError("bad batch")
                 if how == "skip":
                     continue
-                if how == "loop":
-                    while True:
-                        pass
+                LOSSES[how]()
             net.all_reduce(x, "dp", label="x")
         return 1
 
@@ -228,3 +236,18 @@ def test_the_cache_folder_is_the_users(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / "partita"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder() == Path.home() / ".cache" / "partita"
+
+
+@pytest.mark.slow
+def test_a_deadlock_names_the_rank_with_the_fewest_calls():
+    def work(net):
+        if net.coordinate == {"dp": 0, "tp": 0}:
+            net.all_reduce(torch.ones(2), "dp", label="wrong way")
+        net.all_reduce(torch.ones(2), "tp", label="x")
+        net.all_reduce(torch.ones(2), "dp", label="y")
+
+    began = time.monotonic()
+    with pytest.raises((RankLost, RunFailed)) as caught:
+        run_ranks(Mesh.of({"dp": 2, "tp": 2}), work, quiet=2)
+    assert "rank" in str(caught.value)
+    assert time.monotonic() - began < 10

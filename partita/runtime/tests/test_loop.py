@@ -87,7 +87,7 @@ def test_metrics_are_lines_of_json(split, gpt, tmp_path):
 
 
 def test_the_held_out_loss_is_that_of_one_device(split, gpt):
-    held = [[h for h in split(gpt, mesh, 2, held_out=lambda k: gpt.batches(100 + k)).ranks[0]["held_out"]] for mesh in MESHES]
+    held = [split(gpt, mesh, 2, held_out=lambda k: gpt.batches(100 + k)).ranks[0]["held_out"] for mesh in MESHES]
     assert held[0][0][0] == 2
     assert all(abs(h[0][1] - held[0][0][1]) < 1e-12 for h in held)
 
@@ -133,9 +133,6 @@ def test_bad_batches_are_refused(split, gpt, batches, steps, code, words):
 
 
 def test_batches_that_differ_between_ranks_are_refused(split, gpt):
-    def batches(step):
-        return {k: t.roll(os.getpid() % 7 + 1, 0) for k, t in gpt.batches(step).items()}
-
     def differing(step):
         batch = gpt.batches(step)
         return {**batch, "tokens": (batch["tokens"] + os.getpid()) % 64}

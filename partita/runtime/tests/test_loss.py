@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from partita.errors import Refused
-from partita.runtime.loss import Rule, find_rule, heard, joined, part_of, tail
+from partita.runtime.loss import Rule, heard, joined, part_of
+from partita.runtime.loss_rule import find_rule, tail
 from partita.runtime.subject import Subject
 
 SAMPLES = 6
@@ -84,7 +85,7 @@ def test_the_rule_is_found(loss, kind):
         lambda o, b: o.square().mean().sqrt(),
         lambda o, b: o.square().max(),
         lambda o, b: entropy(o, b) + o.square().sum(),
-        lambda o, b: (o.mean() - o.flatten(1).std(0).mean()),
+        lambda o, b: o.mean() - o.flatten(1).std(0).mean(),
         lambda o, b: (o.square().sum(), torch.tensor(float(len(b["y"])) ** 2)),
     ],
     ids=["root", "max", "mixed", "contrastive", "wrong pair"],
@@ -153,7 +154,9 @@ def test_one_sample_needs_no_rule():
 
 @pytest.mark.parametrize("kind", ["counted", "divided", "pair", "samples", "sum"])
 def test_parts_join_to_the_whole(kind):
-    loss = {"counted": entropy, "divided": masked, "pair": pair, "samples": lambda o, b: o.mean(), "sum": lambda o, b: o.sum()}[kind]
+    loss = {"counted": entropy, "divided": masked, "pair": pair, "samples": lambda o, b: o.mean(), "sum": lambda o, b: o.sum()}[
+        kind
+    ]
     module, whole, rule = make(), batches(0), Rule(kind)
     total = weight = 0.0
     for cut in (slice(0, 1), slice(1, 5), slice(5, 6)):

@@ -85,6 +85,8 @@ def test_no_gradient_has_norm_zero_and_a_small_one_stays():
     assert torch.equal(q.grad, torch.tensor([0.3, 0.4]))
 
 
-@pytest.mark.parametrize(("value", "bad"), [(None, False), ((1.0, 2.0), False), ((1.0, math.inf), False), ((0.0, 2.0), True), ((1.0, 0.0), True)])
+@pytest.mark.parametrize(
+    ("value", "bad"), [(None, False), ((1.0, 2.0), False), ((1.0, math.inf), False), ((0.0, 2.0), True), ((1.0, 0.0), True)]
+)
 def test_senseless_settings_are_faults(value, bad):
     assert bool(clip_faults(value)) is bad

@@ -30,7 +30,7 @@ def entries(pool):
     return [
         *op_entries(pool, 1 << 10),
         *attention_entries(pool, quick=True),
-        *convolution_entries(pool, quick=True),
+        *(entry for _, entry in convolution_entries(pool)),
     ]
 
 
@@ -46,6 +46,14 @@ def test_products_have_the_shapes_they_say(pool):
         out = (entry := product_entry(pool, shape)).call(*entry.make())
         assert out.numel() == shape.batch * shape.m * shape.n
         assert entry.amount == 2.0 * out.numel() * shape.k
+
+
+def test_convolutions_amount_to_the_products_they_say(pool):
+    for shape, entry in convolution_entries(pool):
+        assert entry.amount == 2.0 * shape.batch * shape.m * shape.n * shape.k
+        if entry.op == "convolution":
+            out = entry.call(*entry.make())
+            assert (out.numel() // shape.n, out.shape[1]) == (shape.m, shape.n)
 
 
 def test_entries_move_the_bytes_that_programs_count(pool):

@@ -125,6 +125,23 @@ def test_a_small_capture_stands_for_a_large_one(spec):
     assert shapes[0] == shapes[1]
 
 
+ODD = [
+    GPT(1, 8, 1, 16, 4), GPT(3, 8, 8, 16, 1, ffn=1), GPT(3, 1, 1, 3, 2, ffn=4),
+    GPT(3, 12, 3, 7, 5, ffn=9, tie_embeddings=True, dropout=0.1),
+    Llama(3, 8, 4, 2, 16, 4, ffn=3), Llama(3, 16, 8, 1, 2, 2, ffn=1), Llama(3, 4, 2, 2, 16, 1),
+    ResNet(1, 1, 1, 2, 1, 4), ResNet(1, 2, 4, 10, 3, 96), MLP(1, 4, 4, 2), MLP(3, 1, 4, 2), MLP(5, 4, 1, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", ODD, ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_sizes_of_one_and_odd_sizes_are_captured(spec, batch):
+    p = program_of(workload(spec, batch=batch))
+    assert p.opaque_share() == 0
+    assert {p.atoms[a] for a in p.classes["batch"]} == {batch}
+    assert p.flop() == capture(subject_of(workload(spec, batch=batch), synthetic=True), batch).flop()
+
+
 def test_a_program_comes_back_from_the_cache(tmp_path):
     w = workload(TOKENS["gpt"])
     first = program_of(w, tmp_path)

@@ -159,7 +159,8 @@ class Rows(nn.Module):
             F.cross_entropy(a, ids[:, :1].expand(4, 8) % 6, reduction="none"), torch.where(a > 0, a, a.clamp(max=1.0)),
             a.masked_fill(a > 1, 0.0), F.softplus(a), F.elu(a), F.leaky_relu(a), F.hardswish(a),
             torch.lerp(a, a * 2, 0.5), torch.addcmul(a, a, a), a.sort(-1).values, a.std(1),
-            a.unflatten(2, (2, 4)).permute(0, 3, 1, 2), F.glu(a), torch.fft.rfft(a).abs(), F.pixel_shuffle(image * self.v[0], 1), F.bilinear(a, a, self.cube),
+            a.unflatten(2, (2, 4)).permute(0, 3, 1, 2), F.glu(a), torch.fft.rfft(a).abs(),
+            F.pixel_shuffle(image * self.v[0], 1), F.bilinear(a, a, self.cube),
         ]  # fmt: skip
         return sum(p.double().square().mean() for p in parts)
 

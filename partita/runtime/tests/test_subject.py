@@ -9,12 +9,22 @@ from torch import nn
 
 from partita.errors import Refused
 from partita.runtime.capture import capture
+from partita.runtime.programs import program_of
 from partita.runtime.subject import Subject, subject_of
 from partita.workload import GPT, MLP, Llama, ResNet, Workload
 
 pytestmark = pytest.mark.law
 
 SPECS = [GPT(2, 32, 4, 64, 16, dropout=0.1), Llama(2, 32, 4, 2, 64, 16, ffn=48, tie_embeddings=True), ResNet(1, 2, 8), MLP()]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The ops are tiny: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.kind)
@@ -29,7 +39,7 @@ def test_catalogue_models_train(spec, dtype):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < losses[0]
 
 
@@ -129,6 +139,13 @@ def test_a_factory_is_trained_with_what_stands_beside_it(beside):
     p = capture(of("users_models:Named"), 4)
     assert len(p.gradients) == 4
     assert of("users_models:Named").batches(2)["x"][0, 0] == 2
+
+
+def test_a_program_of_a_factory_is_as_large_as_its_batch_and_never_kept(beside, tmp_path):
+    p = program_of(Workload("python:users_models:Named", batch=8, accumulate=2), tmp_path)
+    assert {p.atoms[a] for a in p.classes["batch"]} == {4}
+    assert p.microbatches == 2
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_factory_may_return_its_whole_task(beside):

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from partita.errors import Fault, refuse
 from partita.mesh import Mesh
-from partita.program import Kind, Program, Split
+from partita.program import Kind, Phase, Program, Split
 from partita.program.split import Derivation, rewrite
-from partita.program.tensor import RECOMPUTED, cannot_split, derive_tensor, obstacles, recomputed
+from partita.program.tensor import RECOMPUTED, cannot_split, derive_tensor, obstacles, recomputed, single_heads
 from partita.strategy import Case, Place, Promise, Strategy
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ class TensorParallel(Strategy):
             return []
         if taken := self._taken(program):
             return taken
-        faults = [f for names in (("heads", "kv"), ("ffn",)) if (f := self._divides(program, names, size))]
-        if faults:
+        if faults := self._odd(program, size):
             return faults
-        again = recomputed(program, self._derive(program, size)[0])
+        repeated = any(e.phase == Phase.RECOMPUTE for e in program.events())
+        again = recomputed(program, self._derive(program, size)[0]) if repeated else []
         return [cannot_split(module, RECOMPUTED, self.axis) for module in again]
 
     def rewrite(self, program: Program, mesh: Mesh) -> Program:
@@ -99,6 +99,7 @@ class TensorParallel(Strategy):
 
     def _derive(self, program: Program, size: int) -> tuple[Derivation, list[str]]:
         """The derivation over all dims that can be split, and what stays whole and why."""
+        refuse(self._odd(program, size))
         atoms = self._wanted(program, CLASSES)
         vocabulary, notes = self._wanted(program, ("vocab",)), []
         odd = sorted({program.atoms[a] for a in vocabulary if program.atoms[a] % size})
@@ -112,6 +113,8 @@ class TensorParallel(Strategy):
                 break
             notes += [f"{self.name}: {_name(program, a)} stays whole: {why}" for a, why in stuck.items()]
             atoms -= set(stuck)
+        if atoms and single_heads(program):
+            notes.append(f"{self.name}: attention with one head stays whole")
         if not atoms:
             notes.append(f"{self.name}: nothing is split over {self.axis} = {size}: no dim heads, ffn or vocab can be")
         return derivation, list(dict.fromkeys(notes))
@@ -119,8 +122,8 @@ class TensorParallel(Strategy):
     def _wanted(self, program: Program, names: Iterable[str]) -> set[int]:
         """Atoms of these classes that only parameters of the chosen modules carry."""
         atoms = {a for name in names for a in program.classes.get(name, ())}
-        if "heads" in names and not atoms:  # one key head: what is split is its group of query heads
-            atoms = set(program.classes.get("group", ()))
+        if "heads" in names and not program.classes.get("heads"):  # one key head: its group of query heads is split
+            atoms |= program.classes.get("group", frozenset())
         for t in program.tensors:
             if t.kind == Kind.INPUT or (t.kind == Kind.PARAMETER and not self._chosen(t.name)):
                 atoms -= {a for d in t.dims for a in d}
@@ -130,6 +133,10 @@ class TensorParallel(Strategy):
         parts = parameter.split(".")[:-1]
         paths = [".".join(parts[:n]) for n in range(len(parts) + 1)]
         return any(fnmatch.fnmatchcase(path, glob) for path in paths for glob in self.modules)
+
+    def _odd(self, program: Program, size: int) -> list[Fault]:
+        """Every dim that does not divide."""
+        return [f for names in (("heads", "kv"), ("ffn",)) if (f := self._divides(program, names, size))]
 
     def _divides(self, program: Program, names: Sequence[str], size: int) -> Fault | None:
         atoms = self._wanted(program, names)

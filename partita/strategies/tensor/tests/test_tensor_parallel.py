@@ -79,7 +79,28 @@ def test_key_heads_and_widths_are_cut():
     assert "norm.weight" not in cut
 
 
+@pytest.mark.law
+def test_half_types_are_summed_in_their_own_width():
+    """A norm that widens its input must not double what is moved; statistics of the loss are float32 all the same."""
+    program = program_of(Workload("llama", Llama(**SMALL), batch=4, dtype="bfloat16"))
+    kinds = {(c.dtype, c.nbytes) for c in TensorParallel().rewrite(program, TWO).collectives()}
+    assert kinds == {("bfloat16", 2 * 4 * 16 * 32), ("float32", 4 * 4 * 16), ("bfloat16", 2)}
+
+
+def test_one_key_head_leaves_its_query_heads_to_split():
+    after, _ = said(llama(kv_heads=1))
+    cut = {t.name for t in after.parameters() if "tp" in t.layouts}
+    assert "blocks.1.attention.q.weight" in cut
+    assert "blocks.1.attention.k.weight" not in cut
+
+
 # ---------------------------------------------------------------- what stays whole
+def test_one_head_stays_whole_and_says_so():
+    after, _ = said(gpt(heads=1))
+    assert "tensor_parallel: attention with one head stays whole" in after.notes
+    assert not TensorParallel().check(gpt(heads=1), TWO)
+
+
 def test_a_residual_network_stays_whole_and_says_so():
     program = program_of(Workload("resnet", ResNet(layers=1, stages=2, hidden=8, size=16), batch=4))
     after, moves = said(program)
