@@ -3,7 +3,7 @@
 import partita as pt
 
 if __name__ == "__main__":
-    workload = pt.Workload("llama2-7b", batch=512, accumulate=8, dtype="bfloat16", master="float32")
+    workload = pt.Workload("llama2-7b", batch=512, accumulate=32, dtype="bfloat16", master="float32")
     choices = pt.plan(workload, on="8x8-h100")
     for choice in choices.plans[:3]:
         print(f"{choice.place}  {choice.family:<36} {choice.figures.step_seconds:.2f} s  {choice.figures.peak / 2**30:.1f} GiB")

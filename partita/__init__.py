@@ -7,9 +7,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from partita.api import capture, check_strategy, estimate, load, plan, probe, prove, report, session, spawn, train
+    from partita.api.planning import estimate, load, plan
+    from partita.api.probing import probe
+    from partita.api.proving import check_strategy, prove
+    from partita.api.reporting import report
+    from partita.api.running import train
+    from partita.api.sessions import session, spawn
     from partita.cluster import Cluster
     from partita.plans import Plan
+    from partita.runtime.capture import capture
     from partita.workload import Workload
 
 __version__ = "0.1.0"
@@ -18,17 +24,17 @@ _ROOMS = {
     "Cluster": "partita.cluster",
     "Plan": "partita.plans",
     "Workload": "partita.workload",
-    "capture": "partita.api",
-    "check_strategy": "partita.api",
-    "estimate": "partita.api",
-    "load": "partita.api",
-    "plan": "partita.api",
-    "probe": "partita.api",
-    "prove": "partita.api",
-    "report": "partita.api",
-    "session": "partita.api",
-    "spawn": "partita.api",
-    "train": "partita.api",
+    "capture": "partita.runtime.capture",
+    "check_strategy": "partita.api.proving",
+    "estimate": "partita.api.planning",
+    "load": "partita.api.planning",
+    "plan": "partita.api.planning",
+    "probe": "partita.api.probing",
+    "prove": "partita.api.proving",
+    "report": "partita.api.reporting",
+    "session": "partita.api.sessions",
+    "spawn": "partita.api.sessions",
+    "train": "partita.api.running",
 }
 
 __all__ = [

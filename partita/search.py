@@ -20,7 +20,7 @@ from partita.mesh import Mesh
 from partita.plans import Plan
 from partita.program.program import Program
 from partita.simulate import costs_of, estimate, run_clock
-from partita.strategy import Strategy, compose
+from partita.strategy import Strategy, check, compose
 from partita.units import format_bytes
 from partita.workload import Workload
 
@@ -168,11 +168,9 @@ def _judge(
     """The plan and its figures, or why it cannot be."""
     try:
         plan = Plan(workload, cluster.name, mesh.ranks, mesh, chosen)
-        said = program
-        for strategy in chosen:
-            if faults := strategy.check(said, mesh):
-                return _reason(list(faults))
-            said = compose(said, (strategy,), mesh)
+        if faults := check(program, chosen, mesh):
+            return _reason(faults)
+        said = compose(program, chosen, mesh)
     except Refused as refused:
         return _reason(list(refused.faults))
     return plan, estimate(said, cluster, mesh, workload)

@@ -16,8 +16,8 @@ SOURCE = sorted(p for p in (ROOT / "partita").rglob("*.py") if "tests" not in p.
 FRONTS = {"partita/__init__.py", "partita/strategies/__init__.py", "partita/cli/main.py"}  # resolve names late
 LATE = {  # import by name, each with its reason
     "partita/runtime/models/factory.py",  # a user's own `python:` factory
-    "partita/runtime/models/hugging_face.py",  # transformers, for the configs the catalogue cannot say
     "partita/runtime/programs.py",  # a program from the cache needs no torch
+    "partita/runtime/task.py",  # transformers, for hf: models alone
 }
 PUBLIC = [
     "Cluster", "Plan", "Workload", "capture", "check_strategy", "estimate", "load",

@@ -56,7 +56,9 @@ def both(sizes=None):
 
 def test_train_gives_what_one_device_gives_and_the_caller_may_have_trained_before():
     losses, state, gradients = whole(clip=(0.05, 2.0))
-    run = pt.train(both(), model=make, batches=batches, loss=loss, optimizer=sgd, steps=3, clip=(0.05, 2.0), keep_gradients=True)
+    run = pt.train(
+        both(), model=make, batches=batches, loss=loss, optimizer=sgd, steps=3, clip=(0.05, 2.0), keep_gradients=True
+    )
     assert run.losses == pytest.approx(losses, rel=1e-12)
     assert run.state_dict().keys() == state.keys()
     assert all(torch.allclose(t, state[n], rtol=1e-11, atol=1e-13) for n, t in run.state_dict().items())

@@ -13,10 +13,10 @@ from record import row, write
 
 from partita.mesh import Mesh
 from partita.runtime.capture import capture
-from partita.runtime.launch import run_ranks
 from partita.runtime.net import Net
 from partita.runtime.prepare import prepare
-from partita.runtime.subject import subject_of
+from partita.runtime.ranks import run_ranks
+from partita.runtime.task import subject_of
 from partita.runtime.training import Training
 from partita.strategies import DDP
 from partita.workload import GPT, Workload

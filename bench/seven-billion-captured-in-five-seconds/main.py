@@ -17,7 +17,7 @@ import json, resource, time
 import torch
 from partita.plans import read_workload
 from partita.runtime.capture import capture
-from partita.runtime.subject import subject_of
+from partita.runtime.task import subject_of
 subject = subject_of(read_workload("llama2-7b", {"batch": "2"}), synthetic=True)
 began = time.perf_counter()
 program = capture(subject, 2)
@@ -30,7 +30,7 @@ partita = 1
 [workload]
 model = "llama2-7b"
 batch = 512
-accumulate = 8
+accumulate = 32
 dtype = "bfloat16"
 [cluster]
 name = "8x8-h100"

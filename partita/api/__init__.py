@@ -1,28 +1,9 @@
-"""The verbs: short walks to the rooms below.
+"""The verbs: short walks to the rooms below.  `partita/__init__.py` says which verb is where, and loads no other.
 
-plan · estimate · train · prove · probe      the same spelling on the command line
-load · capture · spawn · session · report · check_strategy
+- planning: plan, estimate, load
+- probing: probe
+- running: train
+- proving: prove, check_strategy
+- sessions: spawn, session
+- reporting: report
 """
-
-from partita.api.planning import Estimate, estimate, load, plan, probe
-from partita.api.proving import check_strategy, prove
-from partita.api.reporting import report
-from partita.api.running import Run, train
-from partita.api.sessions import session, spawn
-from partita.runtime.capture import capture
-
-__all__ = [
-    "Estimate",
-    "Run",
-    "capture",
-    "check_strategy",
-    "estimate",
-    "load",
-    "plan",
-    "probe",
-    "prove",
-    "report",
-    "session",
-    "spawn",
-    "train",
-]

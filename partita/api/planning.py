@@ -1,4 +1,4 @@
-"""plan, estimate, load, probe: everything that starts no training."""
+"""plan, estimate, load: everything that starts no rank. A program that is in the cache needs no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,6 @@ from partita.pages.json import figures_json
 from partita.plans import Plan
 from partita.program import Program
 from partita.runtime.launch import cache_folder
-from partita.runtime.probe import probe as measure
 from partita.runtime.programs import program_of
 from partita.simulate import Timeline, simulate
 from partita.simulate import estimate as predict
@@ -38,18 +37,6 @@ class Estimate:
     def timeline(self) -> Timeline:
         """Every event with start and end, for a trace."""
         return simulate(self.program, self.cluster, self.plan.mesh, traced=True)
-
-
-@dataclass(frozen=True)
-class Probe:
-    """What a probe wrote, and how far its own held-out measurements are from it."""
-
-    path: Path
-    residuals: dict[str, float]
-    notes: tuple[str, ...]
-
-    def json(self) -> dict[str, Any]:
-        return {"path": str(self.path), "residuals": self.residuals, "notes": list(self.notes)}
 
 
 def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Plan:
@@ -117,19 +104,6 @@ def plan(
     program = program_of(task, cache_folder())
     kinds = list(GARDEN.values())
     return search.search(program, cluster, ranks or cluster.devices, task, kinds, minimise=minimise, memory=memory)
-
-
-def probe(*, out: str | Path | None = None, quick: bool = False) -> Probe:
-    """Measure this machine and keep what was measured in the user's cache folder, or in `out`."""
-    lines: list[str] = []
-    path = measure(cache_folder(), quick=quick, out=Path(out) if out else None, say=lines.append)
-    return Probe(path, dict(residuals_of(path)), tuple(lines[-2:]))
-
-
-def residuals_of(path: Path) -> Mapping[str, float]:
-    """Median held-out error by class, as a probe file keeps it."""
-    measured = cluster_of(str(path), folder=path.parent).measured
-    return measured.residuals if measured else {}
 
 
 def cluster_at(name: str) -> Cluster:

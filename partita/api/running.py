@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from partita.api.planning import Estimate, estimate, probe, probed, with_workload
+from partita.api.planning import Estimate, estimate, probed, with_workload
 from partita.api.planning import plan as search_plans
+from partita.api.probing import probe
 from partita.cluster import cores
 from partita.cost.figures import Figures
 from partita.errors import Fault, refuse
@@ -29,7 +30,8 @@ from partita.runtime.launch import ranks_from_environment
 from partita.runtime.outcome import Outcome, run
 from partita.runtime.programs import dressed
 from partita.runtime.sample import sample
-from partita.runtime.subject import Subject, subject_of
+from partita.runtime.subject import Subject
+from partita.runtime.task import subject_of
 from partita.runtime.training import Training
 from partita.units import format_bytes
 from partita.workload import GPT, Llama, Workload
@@ -102,7 +104,8 @@ class Run:
             raise LookupError(
                 f"this run kept no {kind}: pass keep_gradients=True" if kind == "gradients" else "a dry run keeps nothing"
             )
-        return self.outcome.tensors[kind]
+        dropped = self.outcome.results[0]["transient"] if kind == "state" else ()  # buffers outside a state dict
+        return {name: t for name, t in self.outcome.tensors[kind].items() if name not in dropped}
 
     def json(self) -> dict[str, Any]:
         """The keys of the contract."""

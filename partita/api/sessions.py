@@ -8,8 +8,9 @@ from typing import Any
 
 from partita.errors import Fault, Refused
 from partita.plans import Plan
-from partita.runtime.launch import joined, ranks_from_environment, run_ranks
+from partita.runtime.launch import ranks_from_environment
 from partita.runtime.net import Net
+from partita.runtime.ranks import joined, run_ranks
 from partita.runtime.session import Session
 
 Story = Callable[[Session], Any]
@@ -39,7 +40,9 @@ def spawn(plan: Plan, story: Story, *, batch_norm: str | None = None, forward: t
         except TypeError as error:
             law = "results come back from the ranks as JSON"
             cure = "return numbers, strings, lists and dicts; save tensors with session.save"
-            raise Refused(Fault("P102", "the story returned what is no plain data", str(error), law, cure, "spawn(story=)")) from None
+            raise Refused(
+                Fault("P102", "the story returned what is no plain data", str(error), law, cure, "spawn(story=)")
+            ) from None
 
     return run_ranks(plan.mesh, work)
 
@@ -60,7 +63,9 @@ def session(plan: Plan, *, batch_norm: str | None = None, forward: tuple[str, ..
         have = " x ".join(f"{name} = {size}" for name, size in plan.mesh.axes) + ", one process"
         law = "session uses the ranks there are; spawn makes them"
         cure = f"torchrun --nproc-per-node {plan.mesh.ranks} {sys.argv[0] or 'script.py'}, or spawn(plan, story)"
-        raise Refused(Fault("P118", f"the plan needs {plan.mesh.ranks} ranks and this is one process", have, law, cure, "session"))
+        raise Refused(
+            Fault("P118", f"the plan needs {plan.mesh.ranks} ranks and this is one process", have, law, cure, "session")
+        )
     yield _session(Net(plan.mesh, 0), plan, batch_norm, forward)
 
 

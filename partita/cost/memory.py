@@ -59,8 +59,8 @@ def occupancy(program: Program, backend: str = "nccl") -> Occupancy:
         found = list(amounts)
         return found[-1] + left * (found[-1] - found[0])
 
-    statics = [_static(one) for one in few]
-    static = {name: grown(one[name] for one in statics) for name in statics[-1]}
+    fixed = [_static(one) for one in few]
+    static = {name: grown(one[name] for one in fixed) for name in fixed[-1]}
     buffers = grown(map(gradient_buffers, few))
     kept = frozenset() if buffers else frozenset(_roots(flat, flat.gradients.values()))
     prefix = next((s.block[:-1] for s in program.segments if s.block), "")

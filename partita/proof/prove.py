@@ -6,17 +6,18 @@ traffic    bytes as a consequence, and the wire within 1 % of the backend's mode
 memory     the fold's peak against the measured one, on plans of 100 MiB and more
 """
 
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from partita.errors import refuse
+from partita.errors import RunFailed, refuse
 from partita.mesh import Mesh
 from partita.plans import Plan
 from partita.program import Program
 from partita.proof.figures import memory_of, wire_of
-from partita.proof.numerics import Numerics, compare
+from partita.proof.numerics import BOUND, Numerics, compare
 from partita.proof.reference import KEPT, Alone, alone, fresh, in_double, wide_program
 from partita.proof.shrink import shrink_mesh, shrink_workload, ways
 from partita.proof.square import Call, first_difference, said_calls
@@ -26,7 +27,8 @@ from partita.runtime.capture import capture
 from partita.runtime.launch import cache_folder
 from partita.runtime.outcome import Outcome, run
 from partita.runtime.programs import dressed, program_of
-from partita.runtime.subject import Subject, subject_of
+from partita.runtime.subject import Subject
+from partita.runtime.task import subject_of
 from partita.runtime.training import Training
 from partita.strategy import Place, Promise, Strategy, check, compose
 from partita.workload import Workload
@@ -120,7 +122,6 @@ def prove_subject(
 
     Raises:
         Refused: What the strategies refuse.
-        RunFailed: If a rank failed.
     """
     feed = Feed(subject.batches)
     feed(0)
@@ -130,12 +131,18 @@ def prove_subject(
     program = _said(capture(subject, samples), training, like)
     refuse(check(program, strategies, mesh))
     said = compose(program, strategies, mesh)
-    real = run(mesh, subject, strategies, program, training)
-    heard = {r["rank"]: [Call(*entry[:4]) for entry in r["heard"]] for r in real.results}
     calls = said_calls(said.collectives())
+    promise = promise_of(strategies, mesh, training.microbatches)
+    try:
+        real = run(mesh, subject, strategies, program, training)
+        numerics = _numerics(in_double(subject), samples, strategies, mesh, training, reference)
+    except RunFailed as failed:  # a rank that dies, hangs or raises is what a wrong strategy may come to
+        none = Numerics(math.inf, BOUND[promise], "the run did not end")
+        return Proof(promise, none, len(calls), 0, notes=said.notes, shrunk=shrunk, failure=str(failed))
+    heard = {r["rank"]: [Call(*entry[:4]) for entry in r["heard"]] for r in real.results}
     return Proof(
-        promise=promise_of(strategies, mesh, training.microbatches),
-        numerics=_numerics(in_double(subject), samples, strategies, mesh, training, reference),
+        promise=promise,
+        numerics=numerics,
         said=len(calls),
         heard=len(heard[0]),
         difference=first_difference(calls, heard),

@@ -29,11 +29,12 @@ from partita.program import Program
 from partita.runtime.batch import Feed
 from partita.runtime.batch_norm import own_no_ranks
 from partita.runtime.capture import capture
-from partita.runtime.launch import run_ranks
 from partita.runtime.net import Net
 from partita.runtime.outcome import run
 from partita.runtime.random import draws
-from partita.runtime.subject import Subject, subject_of
+from partita.runtime.ranks import run_ranks
+from partita.runtime.subject import Subject
+from partita.runtime.task import subject_of
 from partita.runtime.training import Training
 from partita.runtime.whole import train_whole
 from partita.runtime.wide import Wide

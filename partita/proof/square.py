@@ -108,9 +108,10 @@ def _differences(rank: int, axis: str, said: Sequence[Call], heard: Sequence[Cal
 
 def _moved(found: Sequence[Difference]) -> Difference | None:
     """A call that was said on one axis and heard on another, if the first difference is that."""
-    first = found[0]
+    first, pairs = found[0], []
     for other in found[1:]:
         one, two = (first, other) if first.heard is None else (other, first)
-        if one.said and two.heard and one.heard is None and two.said is None and replace(two.heard, axis=one.axis) == one.said:
-            return replace(one, heard=two.heard)
-    return None
+        if one.said and two.heard and one.heard is None and two.said is None:
+            pairs.append(replace(one, heard=two.heard))
+    alike = [d for d in pairs if d.fields in (("axis",), ("axis", "nbytes"))]
+    return min(alike, key=lambda d: len(d.fields), default=None)

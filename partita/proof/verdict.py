@@ -24,6 +24,7 @@ class Proof:
         notes: What the Program says of itself.
         shrunk: What the copy has less of than the plan.
         invariants: Of RELAXED strategies.
+        failure: Why the ranks did not come to an end; then nothing was compared.
     """
 
     promise: Promise
@@ -37,6 +38,7 @@ class Proof:
     notes: tuple[str, ...] = ()
     shrunk: tuple[str, ...] = ()
     invariants: tuple[dict[str, Any], ...] = field(default=())
+    failure: str = ""
 
     @property
     def proved(self) -> bool:
@@ -44,7 +46,9 @@ class Proof:
 
     @property
     def differs(self) -> tuple[str, ...]:
-        """Names of what did not hold: fields of a call (call, op, axis, nbytes, dtype), numerics, ledger, wire, memory."""
+        """Names of what did not hold: fields of a call (call, op, axis, nbytes, dtype), numerics, ledger, wire, memory, run."""
+        if self.failure:
+            return ("run",)
         held = {
             "numerics": self.numerics.held,
             "ledger": self.ledger_equal,
@@ -58,6 +62,8 @@ class Proof:
     @property
     def reasons(self) -> list[str]:
         """Everything that did not hold, in words."""
+        if self.failure:
+            return [f"run: {self.failure}"]
         found = []
         if self.difference is not None:
             found.append(f"square: {self.difference}")
@@ -73,13 +79,14 @@ class Proof:
 
     def json(self) -> dict[str, Any]:
         """The keys of the contract."""
-        square = {"equal": self.difference is None, "said": self.said, "heard": self.heard}
+        equal = self.difference is None and not self.failure
+        square = {"equal": equal, "said": self.said, "heard": self.heard}
         return {
             "proved": self.proved,
             "promise": str(self.promise),
             "square": {**square, "first_difference": self.difference.json() if self.difference else None},
             "numerics": self.numerics.json(),
-            "traffic": {"algorithmic_equal": self.difference is None and self.ledger_equal, "wire_error": self.wire.error},
+            "traffic": {"algorithmic_equal": equal and self.ledger_equal, "wire_error": self.wire.error},
             "memory": {"error": self.memory.error},
             "invariants": list(self.invariants),
             "differs": list(self.differs),

@@ -4,6 +4,7 @@ Rank 0 decides on its whole copy of the module while the others wait; all refuse
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,11 +13,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from partita.errors import Fault, Refused, refuse
-from partita.runtime.batch import Batch
+from partita.runtime.batch import Batch, Share
 from partita.runtime.buffers import find_buffers
-from partita.runtime.loss import Rule
-from partita.runtime.loss_rule import find_rule
+from partita.runtime.carried import find_carried
+from partita.runtime.look import Look
+from partita.runtime.loss import Rule, formed
+from partita.runtime.loss_rule import PROBE, find_rule
 from partita.runtime.net import Net
+from partita.runtime.random import Row
 from partita.runtime.subject import Subject
 
 
@@ -67,43 +71,61 @@ class Decision:
         rule: Of the loss; None if none fits.
         buffers: Kinds of the buffers that need care.
         faults: What is wrong if the batch is cut at all.
+        always: What is wrong even with one part.
+        microbatched: What is wrong if a rank runs several microbatches.
     """
 
     rule: Rule | None
     buffers: dict[str, str] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
+    always: tuple[Fault, ...] = ()
+    microbatched: tuple[Fault, ...] = ()
 
-    def rule_for(self, parts: int) -> Rule:
+    def rule_for(self, ranks: int, microbatches: int = 1) -> Rule:
         """The rule when a step has so many parts.
 
+        Args:
+            ranks: Data ranks.
+            microbatches: Of each.
+
         Raises:
-            Refused: If it has several and something stands against it.
+            Refused: If something stands against it.
         """
+        refuse(list(self.always))
+        parts = ranks * microbatches
         if parts > 1:
-            refuse(list(self.faults))
+            refuse([*self.faults, *(self.microbatched if microbatches > 1 else ())])
         if self.rule is None or (parts == 1 and self.rule.kind != "pair"):
             return Rule("sum")  # one part: the loss as it is
         return self.rule
 
 
-def decide(net: Net, subject: Subject, module: nn.Module, batch: Batch, samples: int) -> Decision:
+def decide(net: Net, subject: Subject, module: nn.Module, batch: Batch, samples: int, draws: Sequence[Row] = ()) -> Decision:
     """Find, on rank 0, how parts make up the whole; on a whole module that is not changed."""
-    told = _decided(subject, module, batch, samples) if net.rank == 0 else None
+    told = _decided(subject, module, batch, samples, draws) if net.rank == 0 else None
     told = net.share(told)
     rule = Rule(**told["rule"]) if told["rule"] else None
-    return Decision(rule, told["buffers"], tuple(Fault(**f) for f in told["faults"]))
+    kinds = ([Fault(**f) for f in told[kind]] for kind in ("faults", "always", "microbatched"))
+    return Decision(rule, told["buffers"], *map(tuple, kinds))
 
 
-def _decided(subject: Subject, module: nn.Module, batch: Batch, samples: int) -> dict[str, Any]:
-    rule, buffers, faults = None, {}, []
+def _decided(subject: Subject, module: nn.Module, batch: Batch, samples: int, draws: Sequence[Row]) -> dict[str, Any]:
+    rule, buffers = None, {}
+    faults, always, microbatched = [], [], []
     try:
-        rule = find_rule(subject, module, batch, samples)
-        buffers, faults = find_buffers(subject, module, batch, samples)
+        look = Look(subject, module, batch, samples, draws)
+        always = look(Share(0, min(samples, PROBE)), lambda value, counts: formed(value))
+        if not always:
+            rule = find_rule(subject, module, batch, samples, look=look)
+            buffers, faults = find_buffers(subject, module, batch, samples)
+            carried, microbatched = find_carried(look)
+            faults += carried
     except Refused as refused:
         faults = list(refused.faults)
     except Exception as error:  # the user's module may bear no part of its batch
         faults = [_whole_only(module, samples, error)]
-    return {"rule": asdict(rule) if rule else None, "buffers": buffers, "faults": [asdict(f) for f in faults]}
+    told = {"faults": faults, "always": always, "microbatched": microbatched}
+    return {"rule": asdict(rule) if rule else None, "buffers": buffers, **{k: [asdict(f) for f in v] for k, v in told.items()}}
 
 
 def _whole_only(module: nn.Module, samples: int, error: Exception) -> Fault:

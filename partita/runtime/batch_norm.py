@@ -81,6 +81,27 @@ class GlobalStatistics(Through):
         return out
 
 
+class FixedStatistics(Through):
+    """Batch norms normalise by their running statistics, or not at all, and leave them as they are: samples do not mix."""
+
+    def __enter__(self) -> Self:
+        self._verify = getattr(F, VERIFY)
+        setattr(F, VERIFY, _accept)
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        setattr(F, VERIFY, self._verify)
+        super().__exit__(*exc)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is not torch.batch_norm:
+            return func(*args, **(kwargs or {}))
+        x, weight, bias, mean, var, _, *rest = args
+        mean = x.new_zeros(x.shape[1]) if mean is None else mean
+        var = x.new_ones(x.shape[1]) if var is None else var
+        return func(x, weight, bias, mean, var, False, *rest, **(kwargs or {}))  # noqa: FBT003  torch's own signature
+
+
 def _accept(size: Sequence[int]) -> None:
     """In the place of torch's check of the local batch."""
 

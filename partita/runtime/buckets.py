@@ -151,11 +151,17 @@ class Buckets:
                 p.grad = None
 
 
-def reduce_again(net: Net, axis: str, parameters: Mapping[str, nn.Parameter], names: Sequence[Sequence[str]]) -> None:
-    """Sum gradients over one more data axis, bucket by bucket, after the first has finished."""
+def reduce_again(
+    net: Net,
+    axis: str,
+    parameters: Mapping[str, nn.Parameter],
+    names: Sequence[Sequence[str]],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Sum gradients over one more data axis, bucket by bucket, after the first has finished; in `dtype`, or their own."""
     for some in names:
         grads = [g for n in some if (g := parameters[n].grad) is not None]
-        flat = torch.cat([g.reshape(-1) for g in grads])
+        flat = torch.cat([g.reshape(-1).to(dtype or g.dtype) for g in grads])
         net.all_reduce(flat, axis, label=some[-1])
         for grad, piece in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
             grad.copy_(piece.view(grad.shape))

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import gc
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,16 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from partita.errors import Fault, Refused
+from partita.errors import Fault, Refused, refuse
 from partita.program.classes import classes_of
 from partita.program.dims import Dim, Signature
 from partita.program.events import Compute, Kind, Phase, Repeat
 from partita.program.events import Tensor as Said
 from partita.program.program import Program
 from partita.program.resize import resized
+from partita.runtime.loss import formed
 from partita.runtime.subject import Subject
 from partita.runtime.tape import Tape, Where, nested
 
@@ -78,13 +81,15 @@ def _tried(subject: Subject, samples: int, listen: Listener | None) -> Program:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Random state is kept, and no cycle collector frees storages at an arbitrary op."""
-    collecting = gc.isenabled()
+    """Random state is kept, no cycle collector frees storages at an arbitrary op, a failed try is not logged."""
+    collecting, log = gc.isenabled(), logging.getLogger(fake_tensor.__name__)
     gc.disable()
+    silent, log.disabled = log.disabled, True
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
+        log.disabled = silent
         if collecting:
             gc.enable()
 
@@ -112,10 +117,15 @@ class _Step:
         with self.where, tape:
             with self.listen(tape) if self.listen else contextlib.nullcontext():
                 loss = subject.evaluate(model, self.batch)
+            refuse(formed(loss))
             if isinstance(loss, tuple):
                 loss = loss[0]
             self.loss = tape.now.get(id(loss), -1)
             loss.backward()
+            if self.kind == "real" or tape.steered:
+                for p in model.parameters():  # another batch may take another path and reach any of them
+                    if p.requires_grad and p.grad is None:
+                        p.grad = torch.zeros_like(p)
         del loss
         self.gradients = {
             tape.now[id(p)]: tape.now[id(p.grad)] for p in model.parameters() if p.grad is not None and id(p.grad) in tape.now
@@ -246,12 +256,24 @@ def _built(subject: Subject, kind: str) -> nn.Module:
         with torch.device("meta"):
             return _faked(subject.make())
     model = subject.make()
+    refuse(_shapeless(model))
     if kind == "heavy":
         return _faked(model)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     if size > REAL_LIMIT:
         raise RuntimeError(f"the module steers by activations and is too large to run here ({size} bytes of parameters)")
     return copy.deepcopy(model)
+
+
+def _shapeless(model: nn.Module) -> list[Fault]:
+    """Parameters of lazy modules, which have no shape before the first forward pass."""
+    law = "a step is planned from the shapes of parameters, and every rank must start from the same values"
+    cure = "run the module once on a batch in the factory, before it is returned"
+    return [
+        Fault("P115", f"parameter {name!r} has no shape yet", "a lazy module", law, cure, "model")
+        for name, p in (*model.named_parameters(), *model.named_buffers())
+        if isinstance(p, nn.parameter.UninitializedTensorMixin)
+    ][:1]
 
 
 def _faked(model: nn.Module) -> nn.Module:

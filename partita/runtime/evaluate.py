@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from partita.runtime.batch import Batch, divides, samples_of, shares, taken
-from partita.runtime.loss import Rule, heard, joined, part_of
+from partita.runtime.loss import READ, Rule, heard, joined, part_of
 from partita.runtime.site import Site
 
 
@@ -21,11 +21,12 @@ def evaluate(site: Site, rule: Rule, batches: Callable[[int], Batch], count: int
     """
     net, module = site.net, site.module
     kept = [b.detach().clone() for b in module.buffers()]
-    sums = torch.zeros(2, dtype=torch.float64, device=net.device)
+    sums, read = torch.zeros(2, dtype=torch.float64, device=net.device), None
     modes = [(m, m.training) for m in module.modules()]
     module.eval()
     try:
-        with torch.no_grad(), net.quiet():
+        reads = rule.kind in READ or rule.watches  # weights are read off the graph of the loss
+        with torch.set_grad_enabled(reads), net.quiet():
             for number in range(count):
                 batch = batches(number)
                 samples = samples_of(batch) or 1
@@ -37,6 +38,7 @@ def evaluate(site: Site, rule: Rule, batches: Callable[[int], Batch], count: int
                     with site.running(0, share), heard(rule) as counts:
                         value = site.subject.evaluate(module, part)
                     one = part_of(rule, value, share.samples, counts)
+                    read = one.read
                     if one.numbers[1]:
                         sums += torch.tensor(one.numbers, dtype=torch.float64, device=net.device)
             for axis in site.data_axes:
@@ -48,4 +50,4 @@ def evaluate(site: Site, rule: Rule, batches: Callable[[int], Batch], count: int
             for buffer, value in zip(module.buffers(), kept, strict=True):
                 buffer.copy_(value)
     total, weight = sums.tolist()
-    return joined(rule, total, weight) / (count if rule.kind == "sum" else 1)
+    return joined(rule, total, weight, read) / (count if rule.kind == "sum" else 1)

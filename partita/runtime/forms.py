@@ -15,7 +15,7 @@ from partita.runtime.calls import Call
 from partita.runtime.kernels.vocabulary import Classes, CrossEntropy, Known, LogSoftmax, Pick, Picked, embedding
 from partita.runtime.layouts import Layouts
 from partita.runtime.literals import NoRule, Run, literal
-from partita.runtime.loss import CROSS_ENTROPY, NLL
+from partita.runtime.loss_terms import CROSS_ENTROPY, NLL
 from partita.runtime.random import SERVED, Row, Stream, row
 
 EMBEDDING = torch.embedding

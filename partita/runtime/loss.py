@@ -4,35 +4,37 @@
     sum         a sum over samples                       global = Σ loss
     samples     a mean over samples                      global = Σ n · loss / Σ n
     counted     a mean over counted targets              global = Σ w · loss / Σ w,  w as cross-entropy or nll_loss counts it
+    averaged    a mean over elements                     global = Σ m · loss / Σ m,  m its elements
     divided     something divided by a count             global = Σ c · loss / Σ c,  c the divisor
 
 The rule is found by `loss_rule` before step 1. Averaging the ranks' losses instead is wrong as soon as counts differ.
 
 One microbatch contributes loss · w / nominal to the gradient; `nominal` is the expected weight of the whole batch, so that the
-final division by (Σ w / nominal) is by 1 whenever all counts are as expected.
+final division by (Σ w / nominal) is by 1 whenever all counts are as expected. A loss of several terms fits one weight only
+while what each term divides by stays in proportion to it: that is watched in every microbatch.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from partita.runtime.through import Through
+from partita.errors import Fault
+from partita.runtime.loss_terms import Counts, Number, Term, terms
 
-CROSS_ENTROPY, NLL = torch._C._nn.cross_entropy_loss, torch._C._nn.nll_loss_nd  # pyright: ignore[reportAttributeAccessIssue]
-DIVISIONS = {Tensor.div, Tensor.__truediv__, torch.div, torch.true_divide, torch.divide, Tensor.divide, Tensor.true_divide}
-MEAN = 1  # torch's number for reduction="mean"
 WORDS = {
     "pair": "the pair's own sum and weight",
     "sum": "a sum over samples",
     "samples": "a mean over samples",
     "counted": "a mean over counted targets",
+    "averaged": "a mean over elements",
     "divided": "a division by a count",
 }
+READ = ("counted", "averaged", "divided")  # kinds whose weight is read off a term of the loss
+ALIKE = 1e-6  # relative difference up to which two divisors are in proportion
 
 
 @dataclass(frozen=True)
@@ -42,57 +44,27 @@ class Rule:
     Args:
         kind: A key of `WORDS`.
         nominal: Expected weight of the whole batch.
+        term: Which term of the loss gives the weight.
+        ratios: Per term: the count it divides by, over that of the rule's own term or the samples; None for one that need not
+            be watched.
     """
 
     kind: str
     nominal: float = 1.0
+    term: int = 0
+    ratios: Sequence[float | None] = ()
 
-
-class Counts(Through):
-    """Hears, while a loss runs, by what it is divided: counted targets, or an explicit count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counted: Tensor | float = 0.0
-        self.divisor: Tensor | None = None
-        self.heard = False
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if func is CROSS_ENTROPY or func is NLL:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
-                self._count(*args, **kwargs)
-        elif func in DIVISIONS and isinstance(out, Tensor) and not out.dim():
-            by = args[1] if len(args) > 1 else kwargs.get("other")
-            if isinstance(by, Tensor) and not by.requires_grad and by.dim() == 0:
-                self.divisor = by
-        return out
-
-    def _count(
-        self,
-        given: Tensor,
-        target: Tensor,
-        weight: Tensor | None = None,
-        reduction: int = MEAN,
-        ignore_index: int = -100,
-        *_: Any,
-        **__: Any,
-    ) -> None:
-        if reduction != MEAN:
-            return
-        self.heard = True
-        if target.is_floating_point():  # class probabilities: every target counts
-            self.counted = self.counted + target.numel() / target.shape[1 if target.dim() > 1 else 0]
-            return
-        counts = target != ignore_index
-        self.counted = self.counted + (counts.sum().double() if weight is None else weight[target[counts]].sum().double())
+    @property
+    def watches(self) -> bool:
+        """Whether the terms of the loss are looked at in every microbatch."""
+        own = self.term if self.kind in READ else None
+        return any(r is not None for k, r in enumerate(self.ratios) if k != own)
 
 
 @contextmanager
 def heard(rule: Rule | None) -> Iterator[Counts | None]:
     """Listen while a loss runs, if its rule needs it."""
-    if rule is not None and rule.kind not in ("counted", "divided"):
+    if rule is not None and rule.kind not in ("counted", "divided") and not rule.watches:
         yield None
         return
     counts = Counts()
@@ -100,38 +72,97 @@ def heard(rule: Rule | None) -> Iterator[Counts | None]:
         yield counts
 
 
-@dataclass
+@dataclass(frozen=True)
 class Part:
-    """The loss of one part of a batch: `total` = loss · weight, with its graph, and the weight."""
+    """The loss of one part of a batch: loss · by, where weights add up over parts.
 
-    total: Tensor
-    weight: Tensor | float
+    Args:
+        value: The loss, with its graph; of a pair, its sum.
+        by: What makes it a sum over samples.
+        weight: Its share of what the whole divides by.
+        read: The term the weight was read off.
+        strays: How a term left the proportion it must keep; empty if none did.
+    """
+
+    value: Tensor
+    by: Number
+    weight: Number
+    read: Term | None = None
+    strays: str = ""
+
+    @property
+    def total(self) -> Number:
+        """Loss · by, without its graph, in float64."""
+        return self.value.detach().double().reshape(()) * self.by
 
     @property
     def numbers(self) -> tuple[float, float]:
         """(total, weight) as plain numbers."""
-        weight = self.weight.detach() if isinstance(self.weight, Tensor) else self.weight
-        return float(self.total.detach()), float(weight)
+        return float(self.total), float(self.weight)
 
     def contribution(self, rule: Rule) -> Tensor:
         """What to differentiate."""
-        return self.total if rule.nominal == 1.0 else self.total / rule.nominal
+        factor = self.by / rule.nominal
+        return self.value if isinstance(factor, float) and factor == 1.0 else self.value * factor
 
 
 def part_of(rule: Rule, value: Any, samples: int, counts: Counts | None) -> Part:
     """A loss value as the rule reads it."""
     if rule.kind == "pair":
-        return Part(value[0], value[1])
-    if rule.kind == "sum":
-        return Part(value, 1.0)
-    if rule.kind == "samples":
-        return Part(value * samples, float(samples))
-    assert counts is not None
-    weight = counts.counted if rule.kind == "counted" else counts.divisor
-    assert weight is not None, "a rule that listens has heard something"
-    return Part(value * weight, weight)
+        weight = value[1].detach() if isinstance(value[1], Tensor) else float(value[1])
+        return Part(value[0], 1.0, weight)
+    read = terms(value, counts) if rule.kind in READ or rule.watches else []
+    if rule.kind in READ:
+        one = read[rule.term] if rule.term < len(read) else Term("other")
+        if one.kind != rule.kind and not float(value.detach()):
+            return Part(value, 0.0, 0.0)  # no target counts here, and the loss says zero
+        if one.kind == "other":
+            return Part(value, math.nan, math.nan, strays="the loss is made of other operations than in the first look")
+        return Part(value, one.by, one.weight, one, _strays(rule, read, one.count))
+    weight = 1.0 if rule.kind == "sum" else float(samples)
+    return Part(value, weight, weight, strays=_strays(rule, read, weight))
 
 
-def joined(rule: Rule, total: float, weight: float) -> float:
+def _strays(rule: Rule, read: list[Term], own: Number) -> str:
+    if not rule.watches:
+        return ""
+    if len(read) != len(rule.ratios):
+        return f"the loss has {len(read)} terms, and had {len(rule.ratios)}"
+    for term, ratio in zip(read, rule.ratios, strict=True):
+        if ratio is not None:
+            count, due = float(term.count), ratio * float(own)
+            if term.kind == "other" or abs(count - due) > ALIKE * abs(due):
+                return f"one term divides by {abs(count):g} where {abs(due):g} would keep it in proportion"
+    return ""
+
+
+def formed(value: Any) -> list[Fault]:
+    """What is wrong with the form of a loss: it is one number that depends on parameters, or a pair."""
+    law = "a loss is one number, or a pair (sum, weight): the sum of sums over the sum of weights"
+    pair = isinstance(value, tuple | list) and len(value) == 2
+    number = value[0] if pair else value
+    cure = "loss.mean(), or (loss.sum(), count)"
+    if not isinstance(number, Tensor) or number.numel() != 1 or number.is_complex():
+        kind = type(number).__name__
+        if isinstance(number, Tensor):
+            kind = f"a tensor of shape {tuple(number.shape)} and dtype {number.dtype}"
+        what = f"the loss returned {'a pair whose sum is ' * pair}{kind}"
+        return [Fault("P114", what, law=law, cure=cure, at="loss")]
+    if not number.requires_grad:
+        what, law = "the loss depends on no parameter that trains", "a step follows the gradient of the loss"
+        cure = "a module with parameters that require a gradient; no detach() or no_grad() between them and the loss"
+        return [Fault("P114", what, law=law, cure=cure, at="loss")]
+    return []
+
+
+def joined(rule: Rule, total: float, weight: float, read: Term | None = None) -> float:
     """The global loss from the sums over all parts."""
-    return total if rule.kind == "sum" else total / weight if weight else math.nan
+    if rule.kind == "sum":
+        return total
+    by = divisor(weight, read)
+    return total / by if by else math.nan
+
+
+def divisor(weight: float, read: Term | None) -> float:
+    """What the whole loss divides by, from the weights of all parts."""
+    return read.whole(weight) if read is not None else weight

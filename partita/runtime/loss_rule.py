@@ -1,27 +1,35 @@
 """Finds the rule of a loss: read off the end of its graph, then checked on a few samples, whole against parts.
 
-Both the loss and its gradients must agree, on a copy of the module in eval mode and, where that runs, in float64.
+Both the loss and its gradients must agree, on a twin of the module and, where that runs, in float64.
 """
 
-import copy
 import math
-import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from partita.errors import Fault, Refused
-from partita.runtime.batch import Batch, Share, taken
-from partita.runtime.loss import WORDS, Counts, Rule, part_of
+from partita.runtime.batch import Batch, Share
+from partita.runtime.look import Look
+from partita.runtime.loss import ALIKE, READ, WORDS, Part, Rule, formed, part_of
+from partita.runtime.loss_terms import Counts, Term, terms
+from partita.runtime.random import Row
 from partita.runtime.subject import Subject
 
 PROBE = 4  # samples evaluated whole and in parts
-WIDE_LIMIT = 200_000_000  # parameters up to which the check runs on a float64 copy
+PLACES = 4  # further places of the batch to look for samples whose loss says something
 
 
-def find_rule(subject: Subject, module: nn.Module, batch: Batch, samples: int) -> Rule:
+def find_rule(
+    subject: Subject,
+    module: nn.Module,
+    batch: Batch,
+    samples: int,
+    draws: Sequence[Row] = (),
+    look: Look | None = None,
+) -> Rule:
     """The rule that fits, checked on a few samples of `batch`.
 
     Args:
@@ -29,84 +37,130 @@ def find_rule(subject: Subject, module: nn.Module, batch: Batch, samples: int) -
         module: Whole; it is not changed.
         batch: A global batch.
         samples: Its size.
+        draws: Where the samples are in each draw of the forward pass.
+        look: At the same, if there is one already.
 
     Raises:
         Refused: P114, if none fits.
     """
-    return _Search(subject, module, batch, samples).rule()
+    return _Search(look or Look(subject, module, batch, samples, draws)).rule()
 
 
 class _Search:
-    def __init__(self, subject: Subject, module: nn.Module, batch: Batch, samples: int) -> None:
-        self.subject, self.samples = subject, samples
-        self.module, self.batch, self.tolerance = _copy(subject, module, batch, samples)
-        self.count = min(samples, PROBE)
+    def __init__(self, look: Look) -> None:
+        self.look = look
+        self.samples, self.count, self.first = look.samples, min(look.samples, PROBE), 0
         self.trouble = ""  # what a part of the batch raised
-        self.device = next((p.device for p in self.module.parameters()), None)
-        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
 
     def rule(self) -> Rule:
-        whole = Share(0, self.count)
-        value, counts = self._value(whole)
-        kinds = self._candidates(value, counts)
+        faults, pair, read, telling = self._place()
+        if faults:
+            raise Refused(*faults)
         misses: dict[str, float] = {}
-        for kind in kinds:
-            misses[kind] = self._miss(kind)
-            if misses[kind] <= self.tolerance:
-                _, weight = part_of(Rule(kind), value, self.count, counts).numbers
-                return Rule(kind, 1.0 if kind == "sum" else weight / self.count * self.samples or 1.0)
+        self.reads = [read, *self._parts_read()]
+        if not telling and not pair and len(read) != 1:
+            raise Refused(_nothing(self.samples))
+        for rule in [Rule("pair")] if pair else self._candidates(read):
+            miss = self._miss(rule)
+            if miss <= self.look.tolerance:
+                return self._settled(rule)
+            misses[rule.kind] = min(miss, misses.get(rule.kind, math.inf))
         raise Refused(_no_rule(misses, self.count, self.trouble))
 
-    def _candidates(self, value: Any, counts: Counts) -> list[str]:
-        if isinstance(value, tuple | list) and len(value) == 2:
-            return ["pair"]
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise Refused(
-                Fault(
-                    "P114",
-                    f"the loss returned {shape}",
-                    law="a loss is one number, or a pair (sum, weight): the sum of sums over the sum of weights",
-                    cure="loss.mean(), or (loss.sum(), count)",
-                    at="loss",
-                )
-            )
-        open_to = ["samples", "sum"] + ["counted"] * counts.heard + ["divided"] * (counts.divisor is not None)
-        first = [kind for kind in tail(value) if kind in open_to]
-        return list(dict.fromkeys([*first, *open_to]))
+    def _place(self) -> tuple[list[Fault], bool, list[Term], bool]:
+        """Look for samples whose loss says something: zero, or no number, is what it is where no target counts."""
+        last = self.samples - self.count
+        places = [last * k // PLACES for k in range(PLACES + 1)]
+        seen = self.look(Share(0, self.count), self._read)
+        for self.first in dict.fromkeys(places):
+            found = self.look(Share(self.first, self.count), self._read)
+            if found[0] or found[3]:
+                return found
+        self.first = 0
+        return seen
 
-    def _value(self, share: Share) -> tuple[Any, Counts]:
-        part = taken(self.batch, share, self.samples, self.device)
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), Counts() as counts:
-            warnings.simplefilter("ignore")  # of a handful of samples, nobody trains on them
-            value = self.subject.evaluate(self.module, part)
-        return value, counts
+    @staticmethod
+    def _read(value: Any, counts: Counts) -> tuple[list[Fault], bool, list[Term], bool]:
+        if faults := formed(value):
+            return faults, False, [], False
+        pair = not isinstance(value, Tensor)
+        number = float((value[0] if pair else value).detach())
+        return [], pair, [] if pair else _plain(terms(value, counts)), bool(number) and math.isfinite(number)
 
-    def _miss(self, kind: str) -> float:
-        """Largest difference of loss and gradients, parts against whole, relative to the largest value."""
-        rule = Rule(kind)
-        whole = self._sums(rule, [Share(0, self.count)])
+    def _parts_read(self) -> list[list[Term]]:
         try:
-            return _apart(whole, self._sums(rule, [Share(0, 1), Share(1, self.count - 1)])) if self.count > 1 else 0.0
+            return [self.look(s, self._read)[2] for s in self._shares()]
+        except Exception as error:  # the module may not bear a part of the batch at all
+            self.trouble = f"{type(error).__name__}: {error}"
+            return []
+
+    def _shares(self) -> list[Share]:
+        return [Share(self.first, 1), Share(self.first + 1, self.count - 1)] if self.count > 1 else []
+
+    def _steady(self) -> bool:
+        """Whether the loss is made of the same terms whatever the samples."""
+        return all([t.kind for t in read] == [t.kind for t in self.reads[0]] for read in self.reads)
+
+    def _candidates(self, read: list[Term]) -> list[Rule]:
+        found = [Rule(t.kind, term=k) for k, t in enumerate(read) if t.kind in READ] if self._steady() else []
+        return [*found, Rule("samples"), Rule("sum")]
+
+    def _settled(self, rule: Rule) -> Rule:
+        """The rule with its expected weight, and what is to be watched."""
+        weight = self.look(
+            Share(self.first, self.count), lambda value, counts: part_of(rule, value, self.count, counts).numbers[1]
+        )
+        nominal = 1.0 if rule.kind == "sum" else weight / self.count * self.samples or 1.0
+        return Rule(rule.kind, nominal, rule.term, self._ratios(rule))
+
+    def _ratios(self, rule: Rule) -> Sequence[float | None]:
+        """What each term divides by, over the rule's own count; None where it is not in proportion even in this look."""
+        if rule.kind in ("pair", "sum") or not self._steady() or len(self.reads) < 2:
+            return ()
+        counts = [self.count, *(s.samples for s in self._shares())]
+        by: list[float] = []
+        for read, samples in zip(self.reads, counts, strict=True):
+            by.append(float(read[rule.term].count) if rule.kind in READ else float(samples))
+        ratios: list[float | None] = []
+        for k, term in enumerate(self.reads[0]):
+            seen = [float(read[k].count) / b for read, b in zip(self.reads, by, strict=True) if b]
+            steady = term.kind != "other" and seen and all(abs(s - seen[0]) <= ALIKE * abs(seen[0]) for s in seen)
+            ratios.append(seen[0] if steady else None)
+        return ratios
+
+    def _miss(self, rule: Rule) -> float:
+        """Largest difference of loss and gradients, parts against whole, relative to the largest value."""
+        whole = self._sums(rule, [Share(self.first, self.count)])
+        try:
+            return _apart(whole, self._sums(rule, self._shares())) if self.count > 1 else 0.0
         except Exception as error:  # the user's loss may not bear a part of the batch at all
             self.trouble = f"{type(error).__name__}: {error}"
             return math.inf
 
     def _sums(self, rule: Rule, cuts: list[Share]) -> tuple[float, list[Tensor]]:
         total = weight = 0.0
-        grads = [torch.zeros_like(p) for p in self.parameters]
+        grads = {n: torch.zeros_like(p) for n, p in self.look.module.named_parameters() if p.requires_grad}
+        last: Part | None = None
         for share in cuts:
-            value, counts = self._value(share)
-            part = part_of(rule, value, share.samples, counts)
+
+            def add(value: Any, counts: Counts, share: Share = share) -> tuple[Part, dict[str, Tensor]]:
+                part = part_of(rule, value, share.samples, counts)
+                return part, self.look.gradients(part.value) if part.numbers[1] else {}
+
+            part, found = self.look(share, add)
             mine, count = part.numbers
             if not count:
                 continue
-            total, weight = total + mine, weight + count
-            if part.total.requires_grad:
-                for sum_of, g in zip(grads, torch.autograd.grad(part.total, self.parameters, allow_unused=True), strict=True):
-                    sum_of += g if g is not None else 0
-        by = 1.0 if rule.kind == "sum" else weight or 1.0
-        return total / by, [g / by for g in grads]
+            total, weight, last = total + mine, weight + count, part
+            for name, g in found.items():
+                grads[name] += g * float(part.by)
+        by = 1.0 if rule.kind == "sum" else (last.read.whole(weight) if last and last.read else weight) or 1.0
+        return total / by, [g / by for g in grads.values()]
+
+
+def _plain(read: list[Term]) -> list[Term]:
+    """Terms as numbers: nothing of a graph is kept."""
+    return [Term(t.kind, float(t.by), float(t.count), float(t.weight)) for t in read]
 
 
 def _apart(whole: tuple[float, list[Tensor]], parts: tuple[float, list[Tensor]]) -> float:
@@ -118,60 +172,15 @@ def _apart(whole: tuple[float, list[Tensor]], parts: tuple[float, list[Tensor]])
     return math.inf if math.isnan(miss) else miss
 
 
-def _copy(subject: Subject, module: nn.Module, batch: Batch, samples: int) -> tuple[nn.Module, Batch, float]:
-    """A copy in eval mode, wide where that runs, the batch for it, and the tolerance of a comparison."""
-    own = copy.deepcopy(module).eval()
-    half = any(p.dtype in (torch.float16, torch.bfloat16) for p in own.parameters())
-    if sum(p.numel() for p in own.parameters()) <= WIDE_LIMIT:
-        try:
-            wide = copy.deepcopy(own).double()
-            floats = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, batch)
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                device = next((p.device for p in wide.parameters()), None)
-                subject.evaluate(wide, taken(floats, Share(0, min(samples, 2)), samples, device))
-        except (RuntimeError, TypeError, ValueError):
-            pass  # it insists on its own dtype
-        else:
-            return wide, floats, 1e-5
-    return own, batch, 3e-2 if half else 1e-4
-
-
-# ---- the end of the loss's graph
-PASSING = (
-    "MulBackward0",
-    "ToCopyBackward0",
-    "ViewBackward0",
-    "SqueezeBackward0",
-    "SqueezeBackward1",
-    "CloneBackward0",
-    "NegBackward0",
-    "AliasBackward0",
-)
-ENDS: dict[str, str] = {
-    "NllLossBackward0": "counted",
-    "NllLoss2DBackward0": "counted",
-    "MeanBackward0": "samples",
-    "MseLossBackward0": "samples",
-    "SumBackward0": "sum",
-    "DivBackward0": "divided",
-}
-
-
-def tail(loss: Tensor) -> list[str]:
-    """The rules the last ops of a loss suggest, most likely first."""
-    found: list[str] = []
-    todo: list[Any] = [loss.grad_fn]
-    while todo:
-        node = todo.pop(0)
-        name = node.name() if node is not None else ""
-        nexts = [n for n, _ in node.next_functions if n is not None] if node is not None else []
-        if name in ENDS:
-            found.append(ENDS[name])
-            if name == "DivBackward0":
-                todo += nexts  # by a constant: what lies below decides
-        elif name == "AddBackward0" or (name in PASSING and len(nexts) == 1):
-            todo += nexts
-    return list(dict.fromkeys(found))
+def _nothing(samples: int) -> Fault:
+    return Fault(
+        "P114",
+        "the loss of the first batch is zero or no number, so its rule cannot be found",
+        have=f"{samples} samples, none of which has a target that counts",
+        law="the rule of a loss is checked before step 1 on the first batch",
+        cure="a first batch with targets, or the pair (sum, weight)",
+        at="loss",
+    )
 
 
 def _no_rule(misses: dict[str, float], samples: int, trouble: str) -> Fault:
@@ -181,7 +190,7 @@ def _no_rule(misses: dict[str, float], samples: int, trouble: str) -> Fault:
         "P114",
         "no rule gives the loss of a batch from the losses of its parts",
         have=f"{samples} samples whole against split unevenly, largest relative difference of loss and gradients: {tried}",
-        law="the loss is computed on parts of the batch, so it must be a sum or a weighted mean of what samples contribute",
+        law="parts of a batch are run by themselves, so a loss is a sum or a weighted mean of what each sample gives alone",
         cure="return the pair (sum, weight): the global loss is the sum of all sums over the sum of all weights",
         at="loss",
     )

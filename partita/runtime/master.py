@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 KEY = "master"
 
@@ -32,20 +31,31 @@ class Mastered(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One step on the copies, rounded into the parameters."""
+        """One step on the copies, rounded into the parameters, one parameter after another."""
         assert closure is None, "an optimizer with a master copy takes no closure"
-        halves: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
-        for p in (p for group in self.param_groups for p in group["params"]):
-            if p.grad is not None and p.dtype in (torch.float16, torch.bfloat16):
-                halves.append((p, p.data, p.grad))
-                master = self.state[p].pop(KEY, None)
-                p.grad = None
-                p.data = p.data.to(self.dtype) if master is None else master
-                p.grad = halves[-1][2].to(self.dtype)
+        groups = self.param_groups
+        try:
+            for group in groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        self._one(p, group)
+        finally:
+            self.inner.param_groups = groups
+
+    def _one(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        """Step one parameter, or its master in its place."""
+        if p.dtype not in (torch.float16, torch.bfloat16):
+            self.inner.param_groups = [{**group, "params": [p]}]
+            self._plain_step(self.inner)
+            return
+        assert p.grad is not None, "the caller looked"
+        kept = self.state.pop(p, {})
+        master = kept.pop(KEY) if KEY in kept else p.detach().to(self.dtype)
+        master.grad = p.grad.to(self.dtype)
+        if kept:
+            self.state[master] = kept
+        self.inner.param_groups = [{**group, "params": [master]}]
         self._plain_step(self.inner)
-        for p, half, grad in halves:
-            master = p.data
-            p.grad = None
-            p.data = half.copy_(master)
-            p.grad = grad
-            self.state[p][KEY] = master
+        master.grad = None
+        p.copy_(master)
+        self.state[p] = {**self.state.pop(master, {}), KEY: master}

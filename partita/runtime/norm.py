@@ -63,6 +63,7 @@ def global_norm(
 
 def _powers(grads: list[Tensor], p: float, device: torch.device) -> Tensor:
     """Σ |g|^p, or the largest |g|, in float64."""
+    grads = [_plain(g) for g in grads]
     total = torch.zeros((), dtype=torch.float64, device=device)
     for dtype in dict.fromkeys(g.dtype for g in grads):
         wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
@@ -70,6 +71,12 @@ def _powers(grads: list[Tensor], p: float, device: torch.device) -> Tensor:
         each = torch.stack(list(some)).to(torch.float64)
         total = torch.maximum(total, each.max()) if math.isinf(p) else total + each.pow(p).sum()
     return total
+
+
+def _plain(grad: Tensor) -> Tensor:
+    """The numbers of a gradient: of a sparse one those it holds, of a complex one its lengths."""
+    grad = grad.coalesce().values() if grad.is_sparse else grad
+    return grad.abs() if grad.is_complex() else grad
 
 
 def clip(parameters: Iterable[nn.Parameter], norm: Tensor, largest: float) -> None:

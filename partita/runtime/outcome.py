@@ -19,9 +19,10 @@ from partita.cost.figures import Figures, Traffic
 from partita.mesh import Mesh
 from partita.program import Program
 from partita.program.events import WIDTH
-from partita.runtime.launch import Progress, run_ranks
+from partita.runtime.forked import Progress
 from partita.runtime.loop import train_ranks
 from partita.runtime.net import Net
+from partita.runtime.ranks import run_ranks
 from partita.runtime.subject import Subject
 from partita.runtime.training import Training
 from partita.runtime.wide import Wide
@@ -106,7 +107,7 @@ class Outcome:
         return statistics.median(self.timed) if self.timed else float("nan")
 
 
-def run(
+def run(  # noqa: PLR0913 - the last three are keywords of a proof and of the door
     mesh: Mesh,
     subject: Subject,
     strategies: "Sequence[Strategy]",

@@ -8,12 +8,14 @@ from torch import nn
 
 from partita.errors import refuse
 from partita.program import Program
+from partita.program.data import microbatch_mixing
 from partita.runtime.agree import decide, same_batch, same_weights
 from partita.runtime.batch import Batch, divides, samples_of
 from partita.runtime.batch_norm import microbatch_faults, own_no_ranks
 from partita.runtime.net import Net
 from partita.runtime.norm import clip_faults
 from partita.runtime.random import faults as drawing_faults
+from partita.runtime.random import rows
 from partita.runtime.site import Site
 from partita.runtime.step import Step
 from partita.runtime.subject import Subject
@@ -50,17 +52,18 @@ def prepare(
         [
             *divides(samples, 1, training.microbatches),
             *microbatch_faults(module, training.microbatches, training.batch_norm),
+            *microbatch_mixing(program, training.microbatches),
             *clip_faults(training.clip),
             *(drawing_faults(program) if net.ranks * training.microbatches > 1 else []),
         ]
     )
     same_weights(net, module)
     same_batch(net, batch)
-    decision = decide(net, subject, module, batch, samples)
+    decision = decide(net, subject, module, batch, samples, rows(program))
     site = Site(module, net, subject, program, samples // training.microbatches, seed=training.seed)
     site.apply(strategies)
     refuse(divides(samples, site.data_ranks, training.microbatches))
-    rule = decision.rule_for(site.data_ranks * training.microbatches)
+    rule = decision.rule_for(site.data_ranks, training.microbatches)
     torch.manual_seed(training.seed)
     random.seed(training.seed)
     return Step(site, rule, samples, training.microbatches, clip=training.clip, buffers=decision.buffers)

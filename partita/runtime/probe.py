@@ -41,10 +41,10 @@ from partita.runtime.entries import (
     quartile,
     timed,
 )
-from partita.runtime.launch import run_ranks
 from partita.runtime.net import Net
 from partita.runtime.programs import program_of
-from partita.runtime.subject import subject_of
+from partita.runtime.ranks import run_ranks
+from partita.runtime.task import subject_of
 from partita.simulate import simulate
 from partita.units import format_time
 from partita.workload import GPT, Workload

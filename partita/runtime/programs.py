@@ -18,7 +18,7 @@ from partita.program.resize import resized
 from partita.program.text import FORMAT, from_json, to_json
 from partita.workload import GPT, Llama, Workload
 
-VERSION = 2  # of what capture says: raise it when equal workloads get other programs
+VERSION = 3  # of what capture says: raise it when equal workloads get other programs
 SAMPLES = 2  # captured; the batch of size 1 would have no name
 BLOCKS = 3  # a first, a middle and a last one
 
@@ -34,13 +34,20 @@ def program_of(workload: Workload, cache: Path | None = None, *, exact: bool = F
     Raises:
         Refused: P115, when the module cannot be captured.
     """
+    few = _few_blocks(workload, exact=exact)
+    program = _sized(workload, cache, exact=exact, few=few)
+    if few and not any(s.block for s in program.segments):  # its blocks are not alike: captured as deep as it is
+        few, program = False, _sized(workload, cache, exact=exact, few=False)
+    return dressed(stretch(program, getattr(workload.spec, "layers", 0)) if few else program, workload)
+
+
+def _sized(workload: Workload, cache: Path | None, *, exact: bool, few: bool) -> Program:
+    """The program of the workload's microbatch; `few`: with three blocks."""
     samples = workload.batch // workload.accumulate
     try:
-        program = resized(_small_program(workload, SAMPLES, cache, exact=exact), "batch", samples)
+        return resized(_small_program(workload, SAMPLES, cache, exact=exact, few=few), "batch", samples)
     except ValueError:  # the user's own code, or an op without a rule: captured as large as it is
-        program = _small_program(workload, samples, cache, exact=exact)
-    layers = getattr(workload.spec, "layers", 0)
-    return dressed(stretch(program, layers) if _few_blocks(workload, exact=exact) else program, workload)
+        return _small_program(workload, samples, cache, exact=exact, few=few)
 
 
 def dressed(program: Program, workload: Workload) -> Program:
@@ -58,7 +65,7 @@ def _few_blocks(workload: Workload, *, exact: bool) -> bool:
     return isinstance(workload.spec, GPT | Llama) and workload.spec.layers > BLOCKS and not exact
 
 
-def _small_program(workload: Workload, samples: int, cache: Path | None, *, exact: bool) -> Program:
+def _small_program(workload: Workload, samples: int, cache: Path | None, *, exact: bool, few: bool) -> Program:
     """The folded program of `samples` samples, kept or captured.
 
     Raises:
@@ -72,18 +79,19 @@ def _small_program(workload: Workload, samples: int, cache: Path | None, *, exac
         spec=workload.spec,
         batch=samples,
         dtype=workload.dtype,
+        master=workload.master,
         optimizer=workload.optimizer,
         seed=workload.seed if own else 0,
         extra=workload.extra,
     )
-    if isinstance(small.spec, GPT | Llama) and _few_blocks(workload, exact=exact):
+    if isinstance(small.spec, GPT | Llama) and few:
         small = replace(small, spec=replace(small.spec, layers=BLOCKS))
     path = cache / "programs" / f"{_key(small, exact=exact)}.json" if cache and not own else None
     program = _kept(path)
     if program is None:
         capture = importlib.import_module("partita.runtime.capture")
-        subjects = importlib.import_module("partita.runtime.subject")
-        program = fold(capture.capture(subjects.subject_of(small, synthetic=True), samples))
+        tasks = importlib.import_module("partita.runtime.task")
+        program = fold(capture.capture(tasks.subject_of(small, synthetic=True), samples))
         _keep(path, program)
     return program
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from partita.errors import Fault, Refused, RunFailed
@@ -28,6 +28,8 @@ from partita.runtime.steps import Edge, Script, Step, not_splittable, write
 from partita.runtime.subject import Subject
 from partita.runtime.tape import Tape
 from partita.runtime.through import Through
+
+AGAIN = 3  # further rehearsals of a module that keeps something from pass to pass
 
 
 class Axis:
@@ -101,6 +103,7 @@ class Replay(Through):
         self.scripts = {True: script}
         self.steps, self.next = script.steps, 0
         self.store: dict[tuple[str, int], Tensor] = {}
+        self.names: dict[int, str] = {}  # of the parameters, by id
         self.rehearsing = False
 
     def __enter__(self) -> Self:
@@ -110,18 +113,25 @@ class Replay(Through):
             with torch.inference_mode(mode=False), torch.enable_grad():
                 self.scripts[training] = self.evaluation()
         self.steps, self.next, self.store = self.scripts[training].steps, 0, {}
+        if not self.names and self.module is not None:
+            self.names = _names(self.module)
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         self.store = {}
         super().__exit__(*exc)
+        if exc[0] is None and self.next < len(self.steps):
+            raise RunFailed(_strayed(self.next, self.steps[self.next], "the end"))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if not counts(func, args, kwargs):
             return func(*args, **kwargs) if kwargs else func(*args)
         step = self.steps[self.next] if self.next < len(self.steps) else None
         if step is None or (step.func is not func and step.func != func):
-            raise RunFailed(_strayed(self.next, step, func))
+            raise RunFailed(_strayed(self.next, step, func.__name__))
+        for path, name in step.reads:
+            if self.names.get(id(at(args, kwargs or {}, path)), name) != name:
+                raise RunFailed(_strayed(self.next, step, f"{func.__name__} of another parameter than {name!r}"))
         self.next += 1
         out = self.call(step, args, kwargs or {})
         if writes(func):
@@ -167,10 +177,14 @@ def _fits(step: Step, out: Any) -> None:
         raise ValueError(f"shape {have} on a rank where {step.shapes} is its part")
 
 
-def _strayed(number: int, step: Step | None, func: Any) -> str:
+def _names(module: nn.Module) -> dict[int, str]:
+    return {id(p): name for name, p in module.named_parameters()}
+
+
+def _strayed(number: int, step: Step | None, now: str) -> str:
     was = f"{step.func.__name__} in {step.module or 'the model'!r}" if step else "the end"
     return (
-        f"call {number} was {was} when the module was captured and is {func.__name__} now: the module took another path\n"
+        f"call {number} was {was} when the module was captured and is {now} now: the module took another path\n"
         "  try    make the calls of the module independent of the data and of the step, or leave the split out"
     )
 
@@ -226,6 +240,8 @@ def install(
     placements = cut(module, rewrite(captured.program, captured.derivation), derivation.axis, coordinate)
     replay = Replay(axis, script, module, evaluation)
     rehearse(replay, subject, module)
+    if captured.program.dynamic and placements:
+        _rehearse_paths(replay, subject, module)
     return Installed(replay, script.late, placements)
 
 
@@ -295,17 +311,54 @@ def rehearse(replay: Replay, subject: Subject, module: nn.Module) -> None:
     Raises:
         Refused: P116, naming the module of the first call that does not.
     """
-    twin, batch = _twin(module), dict(subject.batches(0))
-    replay.axis.silent = replay.rehearsing = True
     try:
-        with torch.random.fork_rng(devices=[]), replay:
-            subject.evaluate(twin, batch)
+        _rehearsed(replay, subject, module, dict(subject.batches(0)))
     except (Refused, KeyboardInterrupt):
         raise
     except Exception as error:
         raise Refused(_misfit(replay, error)) from error
+
+
+def _rehearsed(replay: Replay, subject: Subject, module: nn.Module, batch: dict[str, Any]) -> None:
+    twin, names = _twin(module), replay.names
+    replay.axis.silent = replay.rehearsing = True
+    replay.names = _names(twin)
+    try:
+        for _ in range(1 + AGAIN):
+            before = _kept_by(twin)
+            with torch.random.fork_rng(devices=[]), replay:
+                subject.evaluate(twin, batch)
+            if _kept_by(twin) == before:  # nothing it keeps can lead the next pass elsewhere
+                break
     finally:
         replay.axis.silent = replay.rehearsing = False
+        replay.names = names
+
+
+def _rehearse_paths(replay: Replay, subject: Subject, module: nn.Module) -> None:
+    """Where numbers of the batch steer Python: the calls must be the same on batches of other numbers.
+
+    Raises:
+        Refused: P116, naming the module whose call was another one.
+    """
+    for change in (torch.zeros_like, lambda t: -t if t.is_floating_point() else t):
+        batch = tree_map(lambda t, change=change: change(t) if isinstance(t, Tensor) else t, dict(subject.batches(0)))
+        try:
+            _rehearsed(replay, subject, module, batch)
+        except RunFailed as error:
+            step = replay.steps[min(replay.next, len(replay.steps) - 1)]
+            why = f"on a batch of other numbers, {str(error).splitlines()[0]}"
+            raise Refused(not_splittable(step.module, [why], replay.axis.name)) from error
+        except Exception:  # the module may not bear such a batch: its path is then watched as it runs
+            continue
+
+
+def _kept_by(module: nn.Module) -> dict[tuple[int, str], Any]:
+    """What a module keeps in plain attributes: numbers and words as they are, the rest by identity."""
+    plain = (int, float, str, bool, type(None))
+    inner = ("_parameters", "_buffers", "_modules")
+    kept = ((n, k, v) for n, m in enumerate(module.modules()) for k, v in vars(m).items() if k not in inner)
+    return {(n, k): v if isinstance(v, plain) else id(v) for n, k, v in kept}
 
 
 def _twin(module: nn.Module) -> nn.Module:
@@ -322,4 +375,6 @@ def _twin(module: nn.Module) -> nn.Module:
 def _misfit(replay: Replay, error: Exception) -> Fault:
     step = replay.steps[max(0, min(replay.next, len(replay.steps)) - 1)]
     why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        why = "what it returns depends on the numbers, which a script of calls cannot follow"
     return not_splittable(step.module, [f"{step.func.__name__}: {why}"], replay.axis.name)

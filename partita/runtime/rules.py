@@ -53,6 +53,11 @@ POOLS = (
 )
 ATTENTIONS = "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward"
 
+LOSSES = (
+    "mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward binary_cross_entropy "
+    "binary_cross_entropy_backward binary_cross_entropy_with_logits soft_margin_loss soft_margin_loss_backward "
+    "log_sigmoid_forward log_sigmoid_backward"
+)
 TABLE: list[tuple[str, Rule]] = [
     ("copy_", linear("pass", (0,))),
     (DRAWS, linear("no", (0,))),
@@ -89,6 +94,7 @@ TABLE: list[tuple[str, Rule]] = [
     (POOLS, pool),
     (ATTENTIONS, attention),
     ("nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward", nll),
+    (LOSSES, pointwise),  # without a reduction one value per element, with one a sum over all
     ("index index_put index_put_ _unsafe_index", index),
     ("gather index_select", gather),
     ("scatter scatter_add scatter_ scatter_add_ index_add index_add_", scattered),

@@ -144,8 +144,12 @@ def collect(site: Site, optimizer: torch.optim.Optimizer, keep: frozenset[str]) 
             whole = made[kind]()
             files[kind] = f"{kind}.safetensors"
             if net.rank == 0 or not net.forked:
-                save_file({n: t.detach().cpu().contiguous().clone() for n, t in whole.items()}, str(net.folder / files[kind]))
+                save_file({n: _dense(t).cpu().contiguous().clone() for n, t in whole.items()}, str(net.folder / files[kind]))
     return files
+
+
+def _dense(t: Tensor) -> Tensor:
+    return t.detach().to_dense() if t.is_sparse else t.detach()
 
 
 def whole_state(site: Site) -> dict[str, Tensor]:

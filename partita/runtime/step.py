@@ -7,17 +7,19 @@
 5  the optimizer
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from partita.errors import RunFailed
+from partita.errors import Fault, PartitaError, Refused, RunFailed
 from partita.runtime.batch import Batch, shares, taken
 from partita.runtime.buckets import HALF, Buckets, reduce_again
 from partita.runtime.buffers import Keeper
-from partita.runtime.loss import Rule, heard, joined, part_of
+from partita.runtime.loss import READ, Rule, divisor, heard, joined, part_of
+from partita.runtime.loss_terms import Term
 from partita.runtime.norm import clip, global_norm
 from partita.runtime.site import Site
 
@@ -57,6 +59,9 @@ class Step:
         self.shares = shares(samples, site.data_rank, site.data_ranks, microbatches)
         self.keeper = Keeper(site.module, buffers or {}, site.data_ranks, microbatches)
         self.buckets = self._buckets()
+        self.read: Term | None = None  # the term the weight is read off
+        self.strays = ""
+        self.steps = 0
         self._bucketed = {id(p) for b in self.buckets for one in b.buckets for p in one.parameters}
 
     def _buckets(self) -> list[Buckets]:
@@ -101,10 +106,11 @@ class Step:
                 value = site.subject.evaluate(site.module, part)
             self.keeper.ran(m)
             one = part_of(self.rule, value, share.samples, counts)
-            if self.rule.kind in ("counted", "divided", "pair") and not site.mixes and not one.numbers[1]:
+            self.read, self.strays = one.read or self.read, self.strays or one.strays
+            if self.rule.kind in (*READ, "pair") and not site.mixes and not one.numbers[1]:
                 return False  # no target counts here: the mean is 0 / 0
-            sums[0] += one.total.detach().double()
-            sums[1] += one.weight
+            sums[0] += one.total
+            sums[1] += math.nan if one.strays else one.weight
             one.contribution(self.rule).backward()
         return True
 
@@ -114,13 +120,22 @@ class Step:
         for b in self.buckets:
             b.finish(idle=idle)
             b.settle()
-        for axis, names, _ in site.reductions[1:]:
-            reduce_again(site.net, axis, self.parameters, names)
+        if idle:
+            self._fill(name for _, names in site.late for name in names)
+        for axis, names, dtype in site.reductions[1:]:
+            reduce_again(site.net, axis, self.parameters, names, dtype)
         for axis, names in site.late:
             for name in names:
                 grad = self.parameters[name].grad
                 assert grad is not None, f"{name} has no gradient to sum over {axis}"
                 site.net.all_reduce(grad, axis, label=name)
+
+    def _fill(self, names: Iterable[str]) -> None:
+        """Zeros where nothing counted, as one device has them."""
+        for name in names:
+            p = self.parameters[name]
+            if p.grad is None and self.site.has_gradient(name):
+                p.grad = torch.zeros_like(p)
 
     def _reduce(self, sums: torch.Tensor) -> float:
         """Sum loss and weight over the data axes, divide the gradients, and return the global loss."""
@@ -133,15 +148,37 @@ class Step:
             b.drop()
         self._expect_none()
         total, weight = sums.tolist()
-        if self.rule.kind != "sum" and weight and weight != self.rule.nominal:
-            torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], self.rule.nominal / weight)
-        return joined(self.rule, total, weight)
+        if math.isnan(weight):
+            raise self._strayed()
+        self.steps += 1
+        by = 1.0 if self.rule.kind == "sum" else divisor(weight, self.read)
+        if not weight:
+            self._fill(self.parameters)
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if by and by != self.rule.nominal and grads:
+            torch._foreach_mul_(grads, self.rule.nominal / by)
+        return joined(self.rule, total, weight, self.read)
+
+    def _strayed(self) -> PartitaError:
+        """A term of the loss left the proportion to the weight that the rule rests on."""
+        fault = Fault(
+            "P114",
+            "the terms of the loss divide by counts that are not in proportion, so no one weight adds up its parts",
+            have=self.strays or "the weight of a part is no number",
+            law="the loss of a batch is a weighted mean of the losses of its parts only if all its terms count alike",
+            cure="return the pair (sum, weight), or divide all terms by the same count",
+            at="loss",
+        )
+        return RunFailed(f"in step {self.steps + 1} of this run:\n{fault}") if self.steps else Refused(fault)
 
     def _expect_none(self) -> None:
         """What is in no bucket of a data axis must have no gradient."""
         if self.site.reductions:
             for name, p in self.parameters.items():
                 if p.grad is not None and id(p) not in self._bucketed:
+                    if self.site.has_gradient(name):
+                        axis = self.site.reductions[0][0]
+                        raise RunFailed(f"rank {self.site.net.rank}: no strategy sums the gradient of {name!r} over {axis}")
                     raise RunFailed(
                         f"parameter {name!r} got a gradient on rank {self.site.net.rank}, though it had none when the module "
                         "was captured: its path through the module depends on the data\n"

@@ -48,6 +48,7 @@ class Step(NamedTuple):
 
     `summed`: its result is a Partial value, to be made whole at once. `shapes`: of its results, local, as captured. `graded`:
     gradients were enabled in capture; where they were not, a value may be made whole that is read again where they are.
+    `reads`: where its parameters stand among the arguments, and their names.
     """
 
     func: Callable[..., Any]
@@ -57,6 +58,7 @@ class Step(NamedTuple):
     summed: bool = False
     shapes: tuple[tuple[int, ...], ...] = ()
     graded: bool = True
+    reads: tuple[tuple[Path, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,9 @@ class _Scribe:
         if self.after:
             self.forward.append(self.layouts.payload(call.outs[0]))
         shapes = tuple(self.layouts.local(v) for v in call.outs)
-        return Step(call.func, call.module, tuple(self.edges), run, self.after, shapes, call.graded)
+        parameters = [(p, self.tensors[v]) for p, v in zip(call.paths, call.ins, strict=True) if v >= 0]
+        reads = tuple((p, t.name) for p, t in parameters if t.kind == Kind.PARAMETER)
+        return Step(call.func, call.module, tuple(self.edges), run, self.after, shapes, call.graded, reads)
 
     def _made_early(self) -> bool:
         views = {self.same[v] for v in self.call.ins if v >= 0}

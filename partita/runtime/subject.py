@@ -1,6 +1,5 @@
-"""What is trained, as callables: the same for catalogue models, `hf:`, `python:` and a user's own module."""
+"""What is trained, as callables, and the parts catalogue models have: losses, batches, optimizers."""
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from partita.runtime.corpus import batches_of
-from partita.runtime.models import build, hints_of
+from partita.runtime.master import Mastered
 from partita.workload import GPT, MLP, ResNet, Workload
 
 Batches = Callable[[int], dict[str, Any]]
@@ -51,35 +50,14 @@ class Subject:
         return module(**{key: batch[key] for key in self.keys(module, batch)})
 
     def evaluate(self, module: nn.Module, batch: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
-        """The loss on a batch; nothing but the autograd graph outlives it."""
-        return self.loss(self.call(module, batch), batch)
+        """The loss on a batch, as a 0-dim tensor or a pair; nothing but the autograd graph outlives it."""
+        value = self.loss(self.call(module, batch), batch)
+        return tuple(map(_single, value)) if isinstance(value, tuple | list) else _single(value)
 
 
-def subject_of(workload: Workload, synthetic: bool = False) -> Subject:  # noqa: FBT001, FBT002
-    """The task a workload describes.
-
-    Args:
-        workload: Any model; `hf:` needs transformers, `python:` runs the user's code.
-        synthetic: Seeded random batches; no data is read.
-
-    Raises:
-        Refused: If the module cannot be built or says nothing of its batches.
-    """
-    if workload.model.startswith("hf:"):
-        return importlib.import_module("partita.runtime.models.hugging_face").subject(workload, synthetic)
-    if workload.model.startswith("python:"):
-        return importlib.import_module("partita.runtime.models.factory").subject(workload)
-    spec = workload.spec
-    assert spec is not None, f"{workload.model!r} has no spec"
-
-    def make() -> nn.Module:
-        torch.manual_seed(workload.seed)
-        return build(spec).to(getattr(torch, workload.dtype))
-
-    if isinstance(spec, ResNet | MLP):
-        return Subject(make, _labelled(workload), labelled_loss, optimizer_of(workload), ("x",), hints_of(spec))
-    batches = tokens_of(workload, spec.vocab, spec.sequence, synthetic=synthetic)
-    return Subject(make, batches, token_loss, optimizer_of(workload), ("tokens",), hints_of(spec))
+def _single(value: Any) -> Any:
+    """A tensor of one element as a number without dims."""
+    return value.reshape(()) if isinstance(value, Tensor) and value.dim() and value.numel() == 1 else value
 
 
 # ---- losses
@@ -107,7 +85,7 @@ def tokens_of(workload: Workload, vocab: int, sequence: int, *, synthetic: bool)
     return batches
 
 
-def _labelled(workload: Workload) -> Batches:
+def labelled_of(workload: Workload) -> Batches:
     """Random vectors or images with random labels."""
     spec, dtype = workload.spec, getattr(torch, workload.dtype)
     assert isinstance(spec, ResNet | MLP)
@@ -130,10 +108,11 @@ def generator_of(seed: int, step: int) -> torch.Generator:
 
 # ---- optimizers
 def optimizer_of(workload: Workload) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    """The named optimizer with torch's own defaults, over the parameters that train."""
+    """The named optimizer with torch's own defaults, over the parameters that train, on master copies if asked for."""
     kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[workload.optimizer]
 
     def optimizer(module: nn.Module) -> torch.optim.Optimizer:
-        return kind([p for p in module.parameters() if p.requires_grad], lr=workload.learning_rate)
+        made = kind([p for p in module.parameters() if p.requires_grad], lr=workload.learning_rate)
+        return Mastered(made, getattr(torch, workload.master)) if workload.master else made
 
     return optimizer

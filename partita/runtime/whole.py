@@ -51,5 +51,6 @@ def train_whole(
         optimizer.step()
         losses.append(float(loss.detach()))
     gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-    state = {n: t.detach() for n, t in (*module.named_parameters(), *module.named_buffers())}
+    kept = dict(module.named_buffers()) | module.state_dict(keep_vars=True)  # tied names both, and buffers outside it
+    state = {n: t.detach() for n, t in kept.items() if isinstance(t, Tensor)}
     return Whole(losses, state, gradients)

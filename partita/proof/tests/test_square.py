@@ -36,7 +36,8 @@ def test_order_within_an_axis_is_not_free():
         (Call("all_reduce", "dp", 129, "float32"), ("nbytes",)),
         (Call("all_reduce", "dp", 128, "bfloat16"), ("dtype",)),
         (Call("all_reduce", "pp", 128, "float32"), ("axis",)),
-        (Call("all_reduce", "pp", 64, "float32"), ("call",)),
+        (Call("all_reduce", "pp", 64, "float32"), ("axis", "nbytes")),
+        (Call("all_gather", "pp", 128, "float32"), ("call",)),
         (None, ("call",)),
     ],
 )

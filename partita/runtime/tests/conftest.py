@@ -14,9 +14,10 @@ from torch import Tensor
 from partita.mesh import Mesh
 from partita.runtime.batch import Feed
 from partita.runtime.capture import capture
-from partita.runtime.launch import run_ranks
 from partita.runtime.loop import train_ranks
-from partita.runtime.subject import Subject, subject_of
+from partita.runtime.ranks import run_ranks
+from partita.runtime.subject import Subject
+from partita.runtime.task import subject_of
 from partita.runtime.training import Training
 from partita.runtime.whole import train_whole
 from partita.strategies.data.ddp import DDP

@@ -9,10 +9,10 @@ from partita.mesh import Mesh
 from partita.program import Collective, Phase
 from partita.runtime.batch import Share, taken
 from partita.runtime.batch_norm import GlobalStatistics, microbatch_faults, norms
-from partita.runtime.launch import run_ranks
 from partita.runtime.net import Net
 from partita.runtime.programs import program_of
-from partita.runtime.subject import subject_of
+from partita.runtime.ranks import run_ranks
+from partita.runtime.task import subject_of
 from partita.strategies.data.ddp import DDP
 from partita.workload import ResNet, Workload
 

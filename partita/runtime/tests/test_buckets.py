@@ -10,8 +10,8 @@ from torch import nn
 from partita.errors import RunFailed
 from partita.mesh import Mesh
 from partita.runtime.buckets import Buckets, reduce_again
-from partita.runtime.launch import run_ranks
 from partita.runtime.net import Net
+from partita.runtime.ranks import run_ranks
 
 pytestmark = pytest.mark.gloo
 TWO = Mesh.of({"dp": 2})

@@ -19,8 +19,8 @@ from partita.mesh import Mesh
 from partita.runtime import checkpoint, index
 from partita.runtime.boxes import Box, crossing, gap, parts, spans
 from partita.runtime.checkpoint import check, latest, load, peek, read_whole, save, steps
-from partita.runtime.launch import run_ranks
 from partita.runtime.net import Net
+from partita.runtime.ranks import run_ranks
 
 ALONE = Mesh()
 

@@ -9,7 +9,7 @@ import torch
 
 from partita.errors import Refused
 from partita.runtime.corpus import LIMIT, Corpus, batches_of, decode, held_out_of, own_source, read, text_of
-from partita.runtime.subject import subject_of
+from partita.runtime.task import subject_of
 from partita.workload import GPT, Workload
 
 

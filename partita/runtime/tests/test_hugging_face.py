@@ -11,7 +11,7 @@ from partita.plans.hf import spec_of_hf_config
 from partita.program.split import derive
 from partita.runtime.capture import capture, narrowed
 from partita.runtime.programs import program_of
-from partita.runtime.subject import subject_of
+from partita.runtime.task import subject_of
 from partita.workload import Workload
 
 pytestmark = [pytest.mark.law, pytest.mark.filterwarnings("ignore::DeprecationWarning")]

@@ -13,7 +13,8 @@ import torch
 
 from partita.errors import Fault, RankLost, Refused, RunFailed
 from partita.mesh import Mesh
-from partita.runtime.launch import cache_folder, ranks_from_environment, run_ranks
+from partita.runtime.launch import cache_folder, ranks_from_environment
+from partita.runtime.ranks import run_ranks
 
 pytestmark = pytest.mark.gloo
 FOUR = Mesh.of({"dp": 4})
@@ -179,7 +180,7 @@ def test_results_hold_numbers_json_does_not_know():
 STORY = """
 import os, sys, time
 from partita.mesh import Mesh
-from partita.runtime.launch import run_ranks
+from partita.runtime.ranks import run_ranks
 
 def work(net):
     print(os.getpid(), flush=True)

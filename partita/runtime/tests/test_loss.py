@@ -9,7 +9,8 @@ from torch import nn
 
 from partita.errors import Refused
 from partita.runtime.loss import Rule, heard, joined, part_of
-from partita.runtime.loss_rule import find_rule, tail
+from partita.runtime.loss_rule import find_rule
+from partita.runtime.loss_terms import Counts, terms
 from partita.runtime.subject import Subject
 
 SAMPLES = 6
@@ -65,10 +66,13 @@ def pair(out, batch):
         (lambda o, b: nn.CrossEntropyLoss()(o.movedim(2, 1), b["y"]), "counted"),
         (lambda o, b: entropy(o, b, reduction="sum"), "sum"),
         (lambda o, b: entropy(o, b, reduction="sum") / 7, "sum"),
-        (lambda o, b: o.square().mean(), "samples"),
-        (lambda o, b: F.mse_loss(o, torch.zeros_like(o)), "samples"),
-        (lambda o, b: o.square().mean() + o.mean(), "samples"),
-        (lambda o, b: o.square().sum() / len(o), "samples"),
+        (lambda o, b: o.square().mean(), "averaged"),
+        (lambda o, b: F.mse_loss(o, torch.zeros_like(o)), "averaged"),
+        (lambda o, b: F.smooth_l1_loss(o, torch.zeros_like(o), reduction="sum"), "sum"),
+        (lambda o, b: 1 - o[b["y"] >= 0].mean(), "averaged"),
+        (lambda o, b: torch.einsum("bti,bti->", o, o) * (1 / len(o)), "samples"),
+        (lambda o, b: o.square().mean() + o.mean(), "averaged"),
+        (lambda o, b: o.square().sum() / len(o), "divided"),
         (lambda o, b: o.square().sum(), "sum"),
         (masked, "divided"),
         (per_sample, "samples"),
@@ -108,11 +112,11 @@ def test_a_loss_that_is_no_number_is_refused(loss):
 def test_equal_counts_still_count_targets():
     whole = batches(0)
     whole["y"] = whole["y"].clamp(min=0)
-    assert rule_of(entropy, whole) == Rule("counted", 3.0 * SAMPLES)
+    assert rule_of(entropy, whole) == Rule("counted", 3.0 * SAMPLES, ratios=[1.0])
 
 
 def test_the_nominal_weight_is_that_of_the_batch():
-    assert rule_of(lambda o, b: o.mean()) == Rule("samples", float(SAMPLES))
+    assert rule_of(lambda o, b: o.mean()) == Rule("averaged", 12.0 * SAMPLES, ratios=[1.0])
     assert rule_of(lambda o, b: o.sum()) == Rule("sum", 1.0)
 
 
@@ -144,7 +148,7 @@ def test_half_precision_and_stubborn_dtypes_are_served():
         def forward(self, input):
             return self.inner(input.bfloat16()).float()
 
-    assert find_rule(subject(lambda o, b: o.square().mean()), Half(), batches(0), SAMPLES).kind == "samples"
+    assert find_rule(subject(lambda o, b: o.square().mean()), Half(), batches(0), SAMPLES).kind == "averaged"
 
 
 def test_one_sample_needs_no_rule():
@@ -152,28 +156,59 @@ def test_one_sample_needs_no_rule():
     assert find_rule(subject(entropy), make(), one, 1).kind == "counted"
 
 
-@pytest.mark.parametrize("kind", ["counted", "divided", "pair", "samples", "sum"])
-def test_parts_join_to_the_whole(kind):
-    loss = {"counted": entropy, "divided": masked, "pair": pair, "samples": lambda o, b: o.mean(), "sum": lambda o, b: o.sum()}[
-        kind
-    ]
-    module, whole, rule = make(), batches(0), Rule(kind)
+LOSSES = {
+    "counted": entropy,
+    "averaged": lambda o, b: 2 * o[b["y"] >= 0].mean(),
+    "divided": masked,
+    "kept from zero": lambda o, b: 3 * ((o.sum(-1) * (b["y"] > 0)).sum() / (b["y"] > 0).sum().clamp(min=1)),
+    "a little more": lambda o, b: (o.sum(-1) * (b["y"] > 0)).sum() / ((b["y"] > 0).float().sum() + 0.5),
+    "pair": pair,
+    "samples": lambda o, b: torch.einsum("bti->", o) / len(o),
+    "sum": lambda o, b: o.sum(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_parts_join_to_the_whole(name):
+    loss, module, whole = LOSSES[name], make(), batches(0)
+    rule, read = find_rule(subject(loss), module, whole, SAMPLES), None
     total = weight = 0.0
     for cut in (slice(0, 1), slice(1, 5), slice(5, 6)):
         part = {k: t[cut] for k, t in whole.items()}
         with heard(rule) as counts:
             value = loss(module(part["input"]), part)
         one = part_of(rule, value, len(part["y"]), counts)
+        read = one.read
         if one.numbers[1]:
             total, weight = total + one.numbers[0], weight + one.numbers[1]
     value = loss(module(whole["input"]), whole)
     value = value[0] / value[1] if isinstance(value, tuple) else value
-    assert joined(rule, total, weight) == pytest.approx(value.item(), rel=1e-6)
+    assert joined(rule, total, weight, read) == pytest.approx(value.item(), rel=1e-6)
 
 
-def test_the_tail_of_a_loss_is_read_off_its_graph():
+def test_the_terms_of_a_loss_are_read_off_its_graph():
     x = torch.randn(4, 3, requires_grad=True)
-    y = torch.tensor([0, 1, 2, 0])
-    assert tail(F.cross_entropy(x, y)) == ["counted"]
-    assert tail(0.5 * F.cross_entropy(x, y) + x.mean()) == ["samples", "counted"]
-    assert tail((x.sum() / 3).to(torch.float64)) == ["divided", "sum"]
+    y = torch.tensor([0, 1, -100, 0])
+    for loss, found in (
+        (lambda: F.cross_entropy(x, y), [("counted", 3.0)]),
+        (lambda: 0.5 * F.cross_entropy(x, y) - x.mean(), [("counted", 6.0), ("averaged", -12.0)]),
+        (lambda: (x.sum() / 3).to(torch.float64) + 1, [("divided", 3.0)]),
+        (lambda: torch.stack([x.sum(), x.mean()]).mean(), [("divided", 2.0), ("averaged", 24.0)]),
+        (lambda: 1 - F.mse_loss(x, x.detach() + 1).sqrt(), [("other", 0.0)]),
+        (lambda: x.mean() / x.sum(), [("other", 0.0)]),
+    ):
+        with Counts() as counts:
+            value = loss()
+        assert [(t.kind, float(t.by)) for t in terms(value, counts)] == found
+
+
+def test_terms_that_leave_their_proportion_are_told():
+    def loss(o, b):
+        return entropy(o, b) + o.square().mean()
+
+    even = batches(0) | {"y": batches(0)["y"].clamp(min=0)}
+    rule = rule_of(loss, even)
+    for batch, strays in ((even, False), (batches(0), True)):
+        with heard(rule) as counts:
+            value = loss(make()(batch["input"]), batch)
+        assert bool(part_of(rule, value, SAMPLES, counts).strays) is strays

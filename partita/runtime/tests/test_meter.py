@@ -10,8 +10,8 @@ import torch
 
 from partita.mesh import Mesh
 from partita.runtime import meter
-from partita.runtime.launch import run_ranks
 from partita.runtime.meter import Meter
+from partita.runtime.ranks import run_ranks
 
 MIB = 1 << 20
 SLACK = 2 * MIB

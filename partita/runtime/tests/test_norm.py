@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from partita.mesh import Mesh
-from partita.runtime.launch import run_ranks
 from partita.runtime.net import Net
 from partita.runtime.norm import clip, clip_faults, global_norm
+from partita.runtime.ranks import run_ranks
 from partita.runtime.state import part, spans_of
 
 SHAPES = {"both": (4, 6), "rows": (4, 3), "columns": (5, 6), "plain": (7,), "none": (2,)}

@@ -15,7 +15,7 @@ from partita.program.split import derive, rewrite
 from partita.program.text import from_json, to_json
 from partita.runtime.capture import capture
 from partita.runtime.programs import program_of
-from partita.runtime.subject import subject_of
+from partita.runtime.task import subject_of
 from partita.workload import GPT, MLP, Llama, ResNet, Workload
 
 pytestmark = pytest.mark.law

@@ -13,7 +13,7 @@ from torch import nn
 from partita.errors import Refused
 from partita.mesh import Mesh
 from partita.runtime.checkpoint import read_whole
-from partita.runtime.launch import run_ranks
+from partita.runtime.ranks import run_ranks
 from partita.runtime.session import Session
 from partita.strategies.data.ddp import DDP
 from partita.strategies.tensor.tensor_parallel import TensorParallel
@@ -168,9 +168,9 @@ from pathlib import Path
 import torch
 from partita.mesh import Mesh
 from partita.runtime.capture import capture
-from partita.runtime.launch import run_ranks
+from partita.runtime.ranks import run_ranks
 from partita.runtime.loop import train_ranks
-from partita.runtime.subject import subject_of
+from partita.runtime.task import subject_of
 from partita.runtime.training import Training
 from partita.strategies.data.ddp import DDP
 from partita.strategies.tensor.tensor_parallel import TensorParallel

@@ -11,7 +11,7 @@ import torch
 from partita.cost.collective import backend_bytes
 from partita.mesh import Mesh
 from partita.runtime import wire
-from partita.runtime.launch import run_ranks
+from partita.runtime.ranks import run_ranks
 from partita.runtime.wire import Wire, inherited, sent
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")

@@ -13,20 +13,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from partita.errors import Fault, Refused, refuse
+from partita.errors import Fault, refuse
 from partita.mesh import Mesh
 from partita.program import Collective, Compute, Event, Phase, Program
 from partita.program.buckets import LIMIT, Entry, cut_buckets
+from partita.program.data import batch_faults, mixing_fault, normalises, rewrite_batch, say_loss
 from partita.program.events import WIDTH
 from partita.program.fold import unfold
 from partita.program.program import before_optimizer, insert
-from partita.program.split import Derivation, Move, derive, rewrite
 from partita.strategy import Case, Place, Promise, Strategy
 
 if TYPE_CHECKING:
     from partita.runtime.site import Site
 
-LOSS_BYTES = 16  # two float64: the weighted loss and its weight
+LOOSE = "a call of F.batch_norm outside a batch norm module"
 NORM = "nn.BatchNorm1d, 2d or 3d instead of a call of F.batch_norm"
 
 
@@ -54,32 +54,22 @@ class DDP(Strategy):
         refuse([*_modules_faults(self.modules), *_bucket_faults(self.bucket)])
 
     def check(self, program: Program, mesh: Mesh) -> Sequence[Fault]:
-        size = mesh.size(self.axis)
-        if size == 1:
-            return []
-        samples = samples_of(program)
-        if samples % size:
-            return [_does_not_divide(samples, size, program.microbatches, self.axis)]
-        try:
-            mixing = mixes_samples(program, self._derive(program, size))
-        except Refused as refused:
-            return list(refused.faults)
-        return [_mixing(self.axis, module, f"{op} of {nbytes} bytes") for module, op, nbytes in mixing]
+        return batch_faults(program, self.axis, mesh.size(self.axis), self._who)
 
     def rewrite(self, program: Program, mesh: Mesh) -> Program:
         size = mesh.size(self.axis)
         if size == 1:
             return replace(program, axes={**program.axes, self.axis: 1})
-        said = rewrite(program, self._derive(program, size))
+        said = rewrite_batch(program, self.axis, size, self.name)
         if not program.gradients:
             said = said.with_notes(f"{self.name}: nothing is learned, so no gradient is summed over {self.axis} = {size}")
-        return _with_loss(_with_used(_with_buckets(said, self.axis, self.bucket), self.axis), self.axis)
+        return say_loss(_with_buckets(said, self.axis, self.bucket), self.axis)
 
     def apply(self, site: "Site") -> None:
         site.share_batch(self.axis)
         if site.mesh.size(self.axis) == 1:
             return
-        refuse([_mixing(self.axis, module, "a batch norm that is no module", NORM) for module in loose_norms(site)])
+        refuse([mixing_fault(self.axis, self._who, module, LOOSE, NORM) for module in loose_norms(site)])
         site.synchronise_batch_norm(self.axis)
         dtype = site.program.reduce_dtype
         entries = [
@@ -100,50 +90,15 @@ class DDP(Strategy):
             Case({"tp": 2, "dp": 2}, {}),
         )
 
-    def _derive(self, program: Program, size: int) -> Derivation:
-        batch = program.classes.get("batch", frozenset())
-        return derive(program, self.axis, size, batch, gradients=False, scalars=False)
-
-
-def samples_of(program: Program) -> int:
-    """Samples of one global microbatch."""
-    batch = program.classes.get("batch", frozenset())
-    return max((program.atoms[a] for a in batch), default=1)
-
-
-def mixes_samples(program: Program, derivation: Derivation) -> list[tuple[str, str, int]]:
-    """(module, op, bytes) of every repair inside the model that is not a batch norm's statistics."""
-    events = list(program.events())
-
-    def is_batch_norm(move: Move) -> bool:
-        event = events[move.event]
-        return move.inner and isinstance(event, Compute) and "batch_norm" in event.op
-
-    inside = [m for m in derivation.moves if m.phase in (Phase.FORWARD, Phase.BACKWARD) and not is_batch_norm(m)]
-    return list(dict.fromkeys((m.module, m.op, m.nbytes) for m in inside))
+    @property
+    def _who(self) -> str:
+        return f"DDP(axis={self.axis!r})"
 
 
 def loose_norms(site: "Site") -> list[str]:
     """Modules that normalise over the batch without a batch norm module: its statistics cannot be told from others."""
     modules = {name for name, m in site.module.named_modules() if any(c.__name__ == "_BatchNorm" for c in type(m).__mro__)}
-    found = [
-        e.module
-        for e in site.program.events()
-        if isinstance(e, Compute) and e.phase == Phase.FORWARD and "batch_norm" in e.op and e.signature and e.signature.inner
-    ]
-    return [name for name in dict.fromkeys(found) if name not in modules]
-
-
-def _mixing(axis: str, module: str, what: str, cure: str = "") -> Fault:
-    who = f"module {module!r}" if module else "the model itself, or its loss,"
-    return Fault(
-        "P116",
-        f"DDP(axis={axis!r}) cannot split the batch: {who} mixes samples",
-        have=f"{what} would be needed in the middle of the step" if not cure else what,
-        law="each rank computes its own samples; only batch norm modules and the loss rule look across them",
-        cure=f"{cure or 'compute each sample by itself'}, or set the size of axis {axis!r} to 1",
-        at=f"mesh.{axis}",
-    )
+    return [name for name in normalises(site.program) if name not in modules]
 
 
 def _modules_faults(modules: Sequence[str]) -> list[Fault]:
@@ -161,38 +116,35 @@ def _bucket_faults(bucket: int) -> list[Fault]:
     return [Fault("P112", f"bucket = {bucket} is out of range", f"bucket = {bucket}", "a bucket has bytes", cure, "bucket")]
 
 
-def _does_not_divide(samples: int, size: int, microbatches: int, axis: str) -> Fault:
-    batch, unit = samples * microbatches, size * microbatches
-    return Fault(
-        "P104",
-        f"DDP(axis={axis!r}) cannot split dim 'batch'",
-        have=f"batch = {batch}, {axis} = {size}, accumulate = {microbatches}",
-        law=f"batch = data ranks x accumulate x microbatch size, so {unit} must divide {batch}",
-        cure=f"batch = {batch // unit * unit or unit} or {(batch // unit + 1) * unit}",
-        at="workload.batch",
-    )
-
-
 def _with_buckets(program: Program, axis: str, limit: int) -> Program:
-    """Places each bucket's all_reduce after the op that makes its last gradient, in launch order."""
+    """Places each bucket's all_reduce after the op that makes its last gradient, in launch order.
+
+    Over a second data axis the sums of the first are summed, so its buckets wait for the end of the backward pass.
+    """
+    again = any(isinstance(e, Collective) and e.overlapped and e.once for e in program.events())
     entries = _entries(program)
     buckets = cut_buckets(entries, limit=limit)
-    if _spans(program, buckets):  # blocks are small: buckets hold several, and no copy of the body is like the next
+    if again or _spans(program, buckets):  # blocks are small: buckets hold several, and no copy of the body is like the next
         program = unfold(program)
         entries = _entries(program)
         buckets = cut_buckets(entries, limit=limit)
     size, kind = {name: nbytes for name, nbytes, _ in entries}, {name: dtype for name, _, dtype in entries}
     gradient = {program.tensors[p].name: g for p, g in program.gradients.items()}
+
+    def call(names: Sequence[str]) -> Collective:
+        return Collective(
+            "all_reduce", axis, tuple(gradient[n] for n in names), sum(size[n] for n in names), kind[names[0]],
+            Phase.SYNC if again else Phase.BACKWARD, names[-1], overlapped=not again, once=True,
+        )  # fmt: skip
+
+    if again:
+        return before_optimizer(program, tuple(map(call, buckets)))
     made = {o: at for at, e in enumerate(program.events()) if isinstance(e, Compute) for o in e.outs}
     after: dict[int, list[Event]] = {}
     at = -1
     for names in buckets:
         at = max([at, *(made[gradient[n]] for n in names)])
-        call = Collective(
-            "all_reduce", axis, tuple(gradient[n] for n in names), sum(size[n] for n in names), kind[names[0]],
-            Phase.BACKWARD, names[-1], overlapped=True, once=True,
-        )  # fmt: skip
-        after.setdefault(at, []).append(call)
+        after.setdefault(at, []).append(call(names))
     return insert(program, after)
 
 
@@ -211,16 +163,3 @@ def _spans(program: Program, buckets: Sequence[Sequence[str]]) -> bool:
     repeated = {f"{s.block}." for s in program.segments if s.block}
     inside = [[any(name.startswith(block) for block in repeated) for name in names] for names in buckets]
     return any(any(found) and not all(found) for found in inside)
-
-
-def _with_used(program: Program, axis: str) -> Program:
-    """With control flow that depends on data, ranks first tell which parameters have a gradient: one byte each."""
-    if not program.dynamic:
-        return program
-    call = Collective("all_reduce", axis, (), len(program.gradients), "uint8", Phase.SYNC, "used", once=True)
-    return before_optimizer(program, (call,))
-
-
-def _with_loss(program: Program, axis: str) -> Program:
-    call = Collective("all_reduce", axis, (program.loss,), LOSS_BYTES, "float64", Phase.SYNC, "loss", once=True)
-    return before_optimizer(program, (call,))

@@ -1,0 +1,119 @@
+"""Starts ranks and collects what they return: forked gloo ranks on this machine, or the ranks torchrun made.
+
+    run_ranks ── fork ──▶ rank 0..n-1        direct children, no other children; results come back as JSON over pipes
+        │                    │
+        └── watches ◀── notes in shared memory: a dead, stopped or stuck rank is named and everything ends
+
+The same `work(net)` runs in both.
+"""
+
+import datetime
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from partita.errors import Fault, Refused
+from partita.mesh import Mesh
+from partita.runtime.forked import Forked, Progress, Task
+from partita.runtime.launch import Launched, loopback, ranks_from_environment
+from partita.runtime.net import Net
+
+TWICE = 3.0  # seconds: a terminal's Ctrl-C reaches a rank from the terminal and once more from torchrun
+TORCHRUN_TIMEOUT = datetime.timedelta(minutes=10)  # torchrun ends the others when a rank dies; this is for ranks that hang
+
+
+def run_ranks(
+    mesh: Mesh,
+    work: Task,
+    *,
+    folder: Path | None = None,
+    quiet: float = 5.0,
+    progress: Progress | None = None,
+    alone: bool = False,
+) -> list[Any]:
+    """Run `work(net)` on every rank of the mesh and return what each returned, in rank order.
+
+    Args:
+        mesh: The ranks; under torchrun its size must be the number of ranks there are.
+        work: Called once per rank; returns something JSON can hold.
+        folder: Where ranks may leave large results (`net.folder`).
+        quiet: Seconds without a sign of life before a rank that keeps the others waiting is given up.
+        progress: Told of steps as they are done: their number and the last loss.
+        alone: One rank's work; under torchrun every process does it by itself.
+
+    Raises:
+        Refused: If a rank refused the input.
+        RankLost: If a rank died, stopped or hung; the others are ended.
+        RunFailed: If a rank raised.
+        KeyboardInterrupt: After Ctrl-C, unless the work heeds `net.control` and returns by itself.
+    """
+    launched = ranks_from_environment()
+    if launched is None:
+        return Forked(mesh, work, folder=folder, quiet=quiet, progress=progress, loopback=loopback).run()
+    if alone:
+        return [work(Net(mesh, 0, folder=folder))]
+    with joined(mesh, launched, folder) as net, _signals(net):
+        net.progress = progress if net.rank == 0 else None
+        return net.gather(work(net))
+
+
+@contextmanager
+def joined(mesh: Mesh, launched: Launched, folder: Path | None = None) -> Iterator[Net]:
+    """The network of a rank made by torchrun: NCCL and this rank's GPU where there are GPUs, else gloo."""
+    if mesh.ranks != launched.ranks:
+        raise Refused(
+            Fault(
+                "P118",
+                f"the plan needs {mesh.ranks} ranks and torchrun started {launched.ranks}",
+                have=" x ".join(f"{name} = {size}" for name, size in mesh.axes) or "one rank",
+                law="every rank is one place of the mesh",
+                cure=f"torchrun --nproc-per-node {mesh.ranks} ..., or a mesh of {launched.ranks}",
+                at="ranks",
+            )
+        )
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", launched.local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    first = not dist.is_initialized()
+    if first:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TORCHRUN_TIMEOUT)
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        yield Net(mesh, launched.rank, device=device, folder=folder, store=store, excluded=frozenset({launched.port}))
+    finally:
+        if first:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _signals(net: Net) -> Iterator[None]:
+    """Under torchrun, Ctrl-C and its SIGTERM ask this rank to finish the step."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    asked = 0.0
+
+    def ask(number: int, frame: Any) -> None:
+        nonlocal asked
+        again = net.control.interrupted and time.monotonic() - asked > TWICE
+        if again or not net.control.listening:
+            raise KeyboardInterrupt
+        net.control.interrupted, asked = 1, asked or time.monotonic()
+
+    kept = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
