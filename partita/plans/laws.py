@@ -157,13 +157,18 @@ def batch_divides(parts: Parts) -> list[Fault]:
 
 
 def sizes_divide(parts: Parts) -> list[Fault]:
-    """Whole heads, and equal parts of the MLP and the vocabulary, on every rank of a tensor axis."""
+    """Whole heads, and equal parts of the MLP and the vocabulary, on every rank of a tensor axis.
+
+    One head of keys is held by every rank; the vocabulary of an `hf:` model, which nobody chose for the mesh, may stay whole.
+    """
     work = parts.workload
     if work is None or not isinstance(work.spec, GPT | Llama):
         return []
     spec = work.spec
     sizes = {"heads": spec.heads, "ffn": spec.width, "vocab": spec.vocab}
-    if isinstance(spec, Llama) and spec.key_heads != spec.heads:
+    if work.model.startswith("hf:"):
+        del sizes["vocab"]
+    if isinstance(spec, Llama) and spec.key_heads not in (1, spec.heads):
         sizes["kv_heads"] = spec.key_heads
     return [
         fault

@@ -272,7 +272,7 @@ def _shapeless(model: nn.Module) -> list[Fault]:
     return [
         Fault("P115", f"parameter {name!r} has no shape yet", "a lazy module", law, cure, "model")
         for name, p in (*model.named_parameters(), *model.named_buffers())
-        if isinstance(p, nn.parameter.UninitializedTensorMixin)
+        if isinstance(p, nn.parameter.UninitializedTensorMixin)  # pyright: ignore[reportAttributeAccessIssue]
     ][:1]
 
 

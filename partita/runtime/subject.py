@@ -52,7 +52,9 @@ class Subject:
     def evaluate(self, module: nn.Module, batch: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
         """The loss on a batch, as a 0-dim tensor or a pair; nothing but the autograd graph outlives it."""
         value = self.loss(self.call(module, batch), batch)
-        return tuple(map(_single, value)) if isinstance(value, tuple | list) else _single(value)
+        if isinstance(value, tuple | list):  # of another length: refused where its form is checked
+            return tuple(map(_single, value))  # pyright: ignore[reportReturnType]
+        return _single(value)
 
 
 def _single(value: Any) -> Any:
