@@ -63,7 +63,7 @@ class Numbers:
 
 def truth(task: Task) -> Numbers:
     """One process, the whole batch at once, plain torch."""
-    module = copy.deepcopy(task.make if isinstance(task.make, nn.Module) else task.make())
+    module = copy.deepcopy(task.make) if isinstance(task.make, nn.Module) else task.make()
     optimizer = (task.opt or _adamw)(module)
     batches = None if callable(task.data) else iter(task.data)
     clip, losses = task.more.get("clip"), []

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from partita.api.own import Loss, OptimizerFactory, subject_from
 from partita.api.planning import with_workload
-from partita.api.running import Loss, OptimizerFactory, subject_from
 from partita.plans import Plan
 from partita.proof.conformance import check_strategy
 from partita.proof.prove import STEPS, Proof, prove_plan, prove_subject

@@ -3,16 +3,15 @@
 The prediction is computed and written before the first rank starts; nothing measured in the run enters it.
 """
 
-import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch import Tensor
 
+from partita.api.folder import first_rank, folder_faults, folders, opened, steps_left
+from partita.api.own import Batches, Loss, Model, OptimizerFactory, subject_from
 from partita.api.planning import Estimate, estimate, probed, with_workload
 from partita.api.planning import plan as search_plans
 from partita.api.probing import probe
@@ -24,7 +23,6 @@ from partita.plans import Plan
 from partita.program import Program
 from partita.runtime.batch import Feed, divides
 from partita.runtime.capture import capture
-from partita.runtime.checkpoint import latest, peek
 from partita.runtime.corpus import held_out_of
 from partita.runtime.launch import ranks_from_environment
 from partita.runtime.outcome import Outcome, run
@@ -36,9 +34,6 @@ from partita.runtime.training import Training
 from partita.units import format_bytes
 from partita.workload import GPT, Llama, Workload
 
-Loss = Callable[[Any, dict[str, Any]], Any]
-OptimizerFactory = Callable[[nn.Module], Optimizer]
-Batches = Callable[[int], dict[str, Any]] | Iterable[dict[str, Any]]
 Told = Callable[[Mapping[str, Any]], None]
 
 STEPS = 200  # of a run that does not say
@@ -134,7 +129,7 @@ class Run:
 def train(  # noqa: PLR0913 - the contract's keywords
     plan: Plan | None = None,
     *,
-    model: Callable[[], nn.Module] | nn.Module | None = None,
+    model: Model | None = None,
     batches: Batches | None = None,
     loss: Loss | None = None,
     optimizer: OptimizerFactory | None = None,
@@ -181,8 +176,8 @@ def train(  # noqa: PLR0913 - the contract's keywords
     subject = subject_of(with_workload(plan)) if model is None else subject_from(model, batches, loss, optimizer, forward)
     training = _training(plan, steps, clip, batch_norm, eval_every=eval_every, save_every=save_every, own=own)
     training = replace(training, keep=frozenset({"state", *(["gradients"] if keep_gradients else [])}))
-    folder, source = _folders(plan, out, resume, own=own)
-    refuse([*_steps_left(source, training.steps), *_folder_faults(folder, source)])
+    folder, source = folders(plan, out, resume, own=own)
+    refuse([*steps_left(source, training.steps), *folder_faults(folder, source)])
     if plan.cluster == "here" and not dry_run and not probed() and ranks_from_environment() is None:
         probe(quick=True)
     program, subject = _captured(plan, subject, training, own=own)
@@ -191,7 +186,7 @@ def train(  # noqa: PLR0913 - the contract's keywords
     if dry_run:
         return Run(plan, predicted, notes=("a dry run: no rank was started",))
     if folder is not None:
-        _open(folder, plan, predicted)
+        opened(folder, plan, predicted)
     training = replace(training, folder=folder, resume=source)
     outcome = run(plan.mesh, subject, plan.strategies, program, training, progress=_teller(progress, training))
     text = _sample(plan, subject, outcome) if not own else None
@@ -212,51 +207,6 @@ def main_plan(workload: Workload = MAIN) -> Plan:
     counts = [n for n in (1, 2, 4) if n <= min(cores(), MOST_RANKS)]
     found = [search_plans(workload, on="here", ranks=n).plans[0] for n in counts]
     return min(found, key=lambda choice: choice.figures.step_seconds).plan
-
-
-def subject_from(
-    model: Callable[[], nn.Module] | nn.Module,
-    batches: Batches | None,
-    loss: Loss | None,
-    optimizer: OptimizerFactory | None,
-    forward: tuple[str, ...] | None,
-) -> Subject:
-    """A subject from a user's own parts.
-
-    Raises:
-        Refused: P102, naming every part that is missing or of the wrong kind.
-    """
-    faults = []
-    if batches is None:
-        faults.append(_missing("batches", "batches(step) -> {name: tensor}, or an iterable of such dicts"))
-    if loss is not None and not callable(loss):
-        faults.append(_missing("loss", "loss(output, batch) -> a scalar, or (sum, weight)"))
-    if not callable(model):
-        faults.append(_missing("model", "a factory that returns a module, or a module"))
-    refuse(faults)
-    assert batches is not None
-    whole = model
-    make = (lambda: _copied(whole)) if isinstance(whole, nn.Module) else whole
-    return Subject(make, Feed(batches), loss or (lambda output, batch: output), optimizer or _adamw, forward)
-
-
-def _missing(name: str, cure: str) -> Fault:
-    return Fault(
-        "P102",
-        f"{name}= is missing or cannot be called",
-        law="a model of your own comes with its batches",
-        cure=cure,
-        at=f"train({name}=)",
-    )
-
-
-def _copied(module: nn.Module) -> nn.Module:
-    """The user's module itself in a forked rank is a copy already; here it is copied, so that it is never changed."""
-    return copy.deepcopy(module)
-
-
-def _adamw(module: nn.Module) -> Optimizer:
-    return AdamW(p for p in module.parameters() if p.requires_grad)
 
 
 def _training(
@@ -289,6 +239,7 @@ def _training(
 def _captured(plan: Plan, subject: Subject, training: Training, *, own: bool) -> tuple[Program, Subject]:
     """The single-device Program of one global microbatch, and the subject with its batches checked as they come."""
     feed = subject.batches if isinstance(subject.batches, Feed) else Feed(subject.batches)
+    refuse(feed.ahead(training.steps))
     feed(0)
     samples = feed.samples or 1
     refuse(divides(samples, 1, training.microbatches))
@@ -296,44 +247,6 @@ def _captured(plan: Plan, subject: Subject, training: Training, *, own: bool) ->
     program = capture(subject, samples // training.microbatches)
     like = Workload("python", batch=samples, accumulate=training.microbatches) if own else with_workload(plan)
     return replace(dressed(program, like), microbatches=training.microbatches, clip=training.clip is not None), subject
-
-
-# ---- the run folder
-def _folders(plan: Plan, out: str | Path | None, resume: str | Path | None, *, own: bool) -> tuple[Path | None, Path | None]:
-    """(where this run writes, where it goes on from)."""
-    source = Path(resume) if resume else None
-    if out is not None:
-        return Path(out), source
-    if source is not None:
-        return source, source
-    if own:
-        return None, None
-    name = with_workload(plan).model.rpartition(":")[2].replace("/", "-").removesuffix("-config.json").strip("-")
-    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}", None
-
-
-def _folder_faults(folder: Path | None, source: Path | None) -> list[Fault]:
-    if folder is None or folder == source or not folder.exists():
-        return []
-    if folder.is_dir() and not any(folder.iterdir()):
-        return []
-    have = f"{len(list(folder.iterdir()))} entries" if folder.is_dir() else "a file"
-    law = "a run never writes over another; an empty folder is fine"
-    return [Fault("P113", f"{str(folder)!r} is in use", have, law, f"another folder, or resume={str(folder)!r}", "out")]
-
-
-def _steps_left(source: Path | None, steps: int) -> list[Fault]:
-    if source is None:
-        return []
-    done = peek(latest(source / "checkpoints" if (source / "checkpoints").is_dir() else source)).step
-    if done < steps:
-        return []
-    law = "steps counts all steps of the run, those before the checkpoint included"
-    return [
-        Fault(
-            "P112", f"steps = {steps} leaves nothing to do", f"the checkpoint has {done} steps", law, f"steps > {done}", "steps"
-        )
-    ]
 
 
 def _room(predicted: Estimate) -> list[Fault]:
@@ -344,22 +257,6 @@ def _room(predicted: Estimate) -> list[Fault]:
     have = f"peak {format_bytes(figures.peak)} at {figures.peak_at}, room {format_bytes(room)}"
     law = "the fullest rank must fit its device"
     return [Fault("P111", "the plan does not fit", have, law, "a smaller batch, accumulate, more ranks", "workload.batch")]
-
-
-def first_rank() -> bool:
-    """Whether this process is the first of those torchrun made, or the only one."""
-    launched = ranks_from_environment()
-    return launched is None or launched.rank == 0
-
-
-def _open(folder: Path, plan: Plan, predicted: Estimate) -> None:
-    """Write what is known before the first rank starts."""
-    if not first_rank():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "plan.toml").exists() and plan.workload is not None:
-        (folder / "plan.toml").write_text(plan.to_toml(folder))
-    (folder / "predicted.json").write_text(dumps(predicted.json()) + "\n")
 
 
 def _movable(said: dict[str, Any]) -> dict[str, Any]:

@@ -124,6 +124,7 @@ def prove_subject(
         Refused: What the strategies refuse.
     """
     feed = Feed(subject.batches)
+    refuse(feed.ahead(training.steps))
     feed(0)
     samples = (feed.samples or 1) // training.microbatches
     subject = replace(subject, batches=feed)

@@ -63,6 +63,12 @@ def same_batch(net: Net, batch: Batch) -> None:
         )
 
 
+def agreed(net: Net, faults: list[Fault]) -> list[Fault]:
+    """The faults of the first rank that has any, on every rank."""
+    told = net.gather([asdict(f) for f in faults])
+    return [Fault(**f) for f in next((some for some in told if some), [])]
+
+
 @dataclass(frozen=True)
 class Decision:
     """How the parts of a batch make up the whole.

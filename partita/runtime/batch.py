@@ -7,14 +7,14 @@ Every sample is run by exactly one data rank in exactly one microbatch. Tensors 
 first tensor is the batch, and every tensor whose dim 0 has that size is cut; anything else goes to every rank whole.
 """
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader
 
 from partita.errors import Fault, Refused
 
@@ -57,8 +57,8 @@ def taken(batch: Mapping[str, Any], share: Share, samples: int, device: torch.de
 class Feed:
     """The batches of a run, checked as they come.
 
-    A function is asked for any step. An iterable is read in order, once per process: a forked rank begins anew with one that
-    can be iterated again, and goes on with one that cannot. The first batch may be asked for at any time.
+    A function is asked for any step. An iterable is read in order and once: a forked rank goes on where its parent was, so that
+    a loader that shuffles is not shuffled again. The first batch may be asked for at any time.
 
     Args:
         source: batches(step), or an iterable.
@@ -69,7 +69,6 @@ class Feed:
         self.samples = samples
         self._source = source
         self._iterator: Iterator[Batch] | None = None
-        self._process = 0
         self._kept: dict[int, Batch] = {}  # the first and the newest
         self._next = 0
 
@@ -87,10 +86,27 @@ class Feed:
             raise Refused(_other_size(step, have, self.samples))
         return dict(batch)
 
+    def ahead(self, steps: int) -> list[Fault]:
+        """What can be told of a run of so many steps before it starts: of batches in a list, and of loaders."""
+        source = self._source
+        if isinstance(source, Feed):
+            return source.ahead(steps)
+        if isinstance(source, DataLoader) and source.num_workers:
+            return [_workers(source.num_workers)]
+        if not isinstance(source, Sized) or callable(source):
+            return []
+        try:
+            count = len(source)
+        except TypeError:  # a loader of a stream
+            return []
+        if 0 < count < steps:
+            return [_ended(steps - 1, count)]
+        sizes = _sizes(source, steps)
+        return [_other_size(k, size, sizes[0]) for k, size in enumerate(sizes) if size != sizes[0]][:1]
+
     def _read(self, step: int, source: Iterable[Batch]) -> Batch:
-        if self._iterator is None or (self._process != os.getpid() and iter(source) is not source):
-            self._iterator, self._next, self._kept = iter(source), 0, {}
-        self._process = os.getpid()
+        if self._iterator is None:
+            self._iterator = iter(source)
         while self._next <= step:
             try:
                 batch = next(self._iterator)
@@ -100,6 +116,27 @@ class Feed:
             self._next += 1
         assert step in self._kept, f"batch {step} of an iterable was asked for after batch {self._next - 1}"
         return self._kept[step]
+
+
+def _sizes(source: Any, steps: int) -> list[int]:
+    """Samples of the batches a run will read, where that is known without reading."""
+    if isinstance(source, list | tuple):
+        return [samples_of(b) or 0 for b in source[:steps] if isinstance(b, Mapping)]
+    if isinstance(source, DataLoader) and not source.drop_last and source.batch_size and isinstance(source.sampler, Sized):
+        whole, rest = divmod(len(source.sampler), source.batch_size)
+        return ([source.batch_size] * whole + [rest] * bool(rest))[:steps]
+    return []
+
+
+def _workers(count: int) -> Fault:
+    return Fault(
+        "P115",
+        f"the loader has {count} worker process{'es' * (count != 1)}",
+        have=f"num_workers = {count}",
+        law="ranks are forked, and have no processes of their own; every rank reads the same batches",
+        cure="num_workers=0, or batches(step) that reads what is prepared",
+        at="batches",
+    )
 
 
 def _no_mapping(step: int, batch: Any) -> Fault:

@@ -29,7 +29,7 @@ from partita.program.events import Tensor as Said
 from partita.program.program import Program
 from partita.program.resize import resized
 from partita.runtime.loss import formed
-from partita.runtime.subject import Subject
+from partita.runtime.subject import Subject, optimizer_faults
 from partita.runtime.tape import Tape, Where, nested
 
 DATA_DEPENDENT = "control flow depends on data"
@@ -65,16 +65,16 @@ def _tried(subject: Subject, samples: int, listen: Listener | None) -> Program:
             raise
         except Exception as error:
             first = str(error).strip().partition("\n")[0]
-            fault, where = f"{type(error).__name__}: {first}", step.module() or where
+            fault, where = f"{type(error).__name__}: {first}", step.place() or where
         else:
             return step.program()
     raise Refused(
         Fault(
             "P115",
-            f"the step of this module cannot be captured: it fails in {repr(where) if where else 'the module or the loss'}",
+            f"the step of this module cannot be captured: it fails in {where or 'the module or the loss'}",
             fault,
-            "capture runs one step on one device; a module that cannot do that cannot be split",
-            "make the module run on one batch under plain torch",
+            f"capture runs one step on one device, over {samples} samples: so many of each tensor whose dim 0 is the batch",
+            "make the module run on so many samples under plain torch",
         )
     )
 
@@ -100,17 +100,22 @@ class _Step:
     def __init__(self, subject: Subject, samples: int, kind: str, listen: Listener | None) -> None:
         self.subject, self.samples, self.kind, self.listen = subject, samples, kind, listen
         self.where: Where | None = None
+        self.making = "the factory of the model"
 
-    def module(self) -> str:
-        """The module that was running."""
-        return self.where.last if self.where else ""
+    def place(self) -> str:
+        """What was running."""
+        return self.making or (repr(self.where.last) if self.where and self.where.last else "")
 
     def run(self) -> None:
         """Run the user's code."""
         subject = self.subject
         self.batch = narrowed(subject.batches(0), self.samples)
+        refuse(_unknown_keys(subject, self.batch))
         self.model = model = _built(subject, self.kind)
+        self.making = "the factory of the optimizer"
         optimizer = subject.optimizer(model)
+        refuse(optimizer_faults(optimizer))
+        self.making = ""
         self.where = Where(model)
         self.tape = tape = Tape(self.where)
         self._enter_tensors()
@@ -254,7 +259,9 @@ def _built(subject: Subject, kind: str) -> nn.Module:
     """The module of one try: built without memory, built really and made fake, or real."""
     if kind == "light":
         with torch.device("meta"):
-            return _faked(subject.make())
+            model = subject.make()
+        refuse(_no_module(model))
+        return _faked(model)
     model = subject.make()
     refuse(_shapeless(model))
     if kind == "heavy":
@@ -263,6 +270,22 @@ def _built(subject: Subject, kind: str) -> nn.Module:
     if size > REAL_LIMIT:
         raise RuntimeError(f"the module steers by activations and is too large to run here ({size} bytes of parameters)")
     return copy.deepcopy(model)
+
+
+def _unknown_keys(subject: Subject, batch: Mapping[str, Any]) -> list[Fault]:
+    have, law = ", ".join(map(repr, batch)), "forward= names the entries of a batch that are passed to the module"
+    unknown = [key for key in subject.forward or () if key not in batch]
+    return [Fault("P119", f"the batch has no {key!r}", have, law, "one of them", "forward") for key in unknown]
+
+
+def _no_module(model: Any) -> list[Fault]:
+    law = "model= is a factory that returns a module, or a module"
+    if not isinstance(model, nn.Module):
+        return [Fault("P102", f"model= returned a {type(model).__name__}", "", law, "return the module", "model")]
+    if isinstance(model, torch.jit.ScriptModule):
+        law = "the calls of a module are heard from Python"
+        return [Fault("P115", "the model is a scripted module", "", law, "the module before torch.jit.script", "model")]
+    return []
 
 
 def _shapeless(model: nn.Module) -> list[Fault]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from partita.errors import Fault
 from partita.runtime.batch import Share
-from partita.runtime.look import Look, twin
+from partita.runtime.look import Look, drawn, twin
 from partita.runtime.loss_terms import Counts
 
 PLAIN = (int, float, str, bool, type(None))
@@ -31,6 +31,8 @@ def find_carried(look: Look) -> tuple[list[Fault], list[Fault]]:
         return [_fault(f"parameter {written[0]!r} is written to by the forward pass", have, written[0])], []
     if own.sparse:
         return [_sparse(own.sparse)], []
+    if own.draws:
+        return [], [_drawing()]
     plain = _plain(own.module)
     second, again = own.look()
     changed = sorted(name for name, value in _plain(own.module).items() if name not in plain or plain[name] != value)
@@ -50,6 +52,7 @@ class _Watched:
         self.share = Share(0, min(look.samples, FEW))
         self.kept = {name: b.detach().clone() for name, b in self.module.named_buffers()}
         self.sparse = ""  # a parameter with sparse gradients
+        self.draws = False  # from Python's or numpy's random numbers
 
     def look(self) -> tuple[float, frozenset[str]]:
         """(the loss, the parameters it reaches), with buffers as they were at first."""
@@ -57,9 +60,11 @@ class _Watched:
             for name, b in self.module.named_buffers():
                 if name in self.kept and self.kept[name].shape == b.shape:
                     b.copy_(self.kept[name])
+        self.state = drawn()
         return self.on(self.share, self._see, self.module)
 
     def _see(self, value: Any, counts: Counts) -> tuple[float, frozenset[str]]:
+        self.draws = drawn() != self.state
         loss = value if isinstance(value, Tensor) else value[0]
         found = self.on.gradients(loss)
         self.sparse = next((n for n, g in found.items() if g.is_sparse), "")
@@ -89,6 +94,12 @@ def _sparse(name: str) -> Fault:
     law = "gradients of parts are added up in dense buffers, and an optimizer may treat dense ones otherwise"
     cure = "sparse=False; or one data rank with accumulate = 1"
     return Fault("P115", f"parameter {name!r} has sparse gradients", "layout sparse_coo", law, cure, f"model.{name}")
+
+
+def _drawing() -> Fault:
+    law = "one device draws once a step; under accumulation every microbatch would draw anew"
+    cure = "torch.rand or torch.randn, which are keyed by sample; or accumulate = 1"
+    return Fault("P115", "the model or its loss draws Python's or numpy's random numbers", "", law, cure, "model")
 
 
 def _counting(name: str, count: int) -> Fault:

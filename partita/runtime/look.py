@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -121,13 +122,20 @@ def _widest(t: Tensor) -> Tensor:
     return t.to(torch.complex128) if t.is_complex() else t.double() if t.is_floating_point() else t
 
 
+def drawn() -> tuple[Any, Any]:
+    """How far Python's and numpy's own random numbers have been drawn."""
+    name, keys, *rest = np.random.get_state()
+    return random.getstate(), (name, tuple(keys), *rest)
+
+
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """Random state is kept, and nobody is warned of what happens to a handful of samples."""
-    state = random.getstate()
+    state, numbers = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         random.setstate(state)
+        np.random.set_state(numbers)

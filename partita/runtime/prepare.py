@@ -3,24 +3,27 @@
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
 from partita.errors import refuse
 from partita.program import Program
 from partita.program.data import microbatch_mixing
-from partita.runtime.agree import decide, same_batch, same_weights
+from partita.runtime.agree import agreed, decide, same_batch, same_weights
 from partita.runtime.batch import Batch, divides, samples_of
 from partita.runtime.batch_norm import microbatch_faults, own_no_ranks
+from partita.runtime.look import copied
 from partita.runtime.net import Net
 from partita.runtime.norm import clip_faults
+from partita.runtime.optimizers import element_faults, foreign_faults, hook_faults, treats_elements_alone
 from partita.runtime.random import faults as drawing_faults
 from partita.runtime.random import rows
 from partita.runtime.site import Site
 from partita.runtime.step import Step
 from partita.runtime.subject import Subject
 from partita.runtime.training import Training
-from partita.strategy import Strategy
+from partita.strategy import Place, Strategy
 
 
 def prepare(
@@ -48,22 +51,30 @@ def prepare(
     """
     samples = samples_of(batch) or 1
     own_no_ranks(module)
+    optimizer = subject.optimizer(module)
+    several = net.ranks * training.microbatches > 1
     refuse(
         [
+            *(hook_faults(module) + foreign_faults(optimizer, module) if several else []),
             *divides(samples, 1, training.microbatches),
             *microbatch_faults(module, training.microbatches, training.batch_norm),
             *microbatch_mixing(program, training.microbatches),
             *clip_faults(training.clip),
-            *(drawing_faults(program) if net.ranks * training.microbatches > 1 else []),
+            *(drawing_faults(program) if several else []),
         ]
     )
     same_weights(net, module)
     same_batch(net, batch)
     decision = decide(net, subject, module, batch, samples, rows(program))
     site = Site(module, net, subject, program, samples // training.microbatches, seed=training.seed)
+    cuts = [a for s in strategies if s.place == Place.TENSOR for a in s.axes if net.size(a) > 1]
+    whole = copied(module) if cuts and not treats_elements_alone(optimizer) else None
     site.apply(strategies)
+    if whole is not None and site.placements:
+        refuse(agreed(net, element_faults(subject, whole, module, site.placements, cuts[0])))
     refuse(divides(samples, site.data_ranks, training.microbatches))
     rule = decision.rule_for(site.data_ranks, training.microbatches)
     torch.manual_seed(training.seed)
     random.seed(training.seed)
+    np.random.seed(training.seed % (1 << 32))
     return Step(site, rule, samples, training.microbatches, clip=training.clip, buffers=decision.buffers)

@@ -62,6 +62,7 @@ class Step:
         self.read: Term | None = None  # the term the weight is read off
         self.strays = ""
         self.steps = 0
+        self._stepped: set[int] | None = None  # ids of the optimizer's parameters
         self._bucketed = {id(p) for b in self.buckets for one in b.buckets for p in one.parameters}
 
     def _buckets(self) -> list[Buckets]:
@@ -194,9 +195,21 @@ class Step:
         clip(self.parameters.values(), norm, largest)
         return float(norm)
 
+    def _left(self, optimizer: torch.optim.Optimizer) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """Gradients an optimizer does not step on, and so does not clear: they add up from step to step, as on one device."""
+        if self._stepped is None:
+            self._stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        left = [(p, p.grad.clone()) for p in self.parameters.values() if p.grad is not None and id(p) not in self._stepped]
+        for p, _ in left:
+            p.grad = None
+        return left
+
     def run(self, batch: Batch, step: int, optimizer: torch.optim.Optimizer) -> Done:
         """One whole optimizer step."""
+        left = self._left(optimizer)
         loss = self.gradients(self.parts(batch), step)
+        for p, before in left:
+            p.grad = before if p.grad is None else p.grad.add_(before)
         norm = self.clip()
         optimizer.step()
         return Done(loss, norm)

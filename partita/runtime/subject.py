@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from partita.errors import Fault
 from partita.runtime.corpus import batches_of
 from partita.runtime.master import Mastered
 from partita.workload import GPT, MLP, ResNet, Workload
@@ -109,6 +110,19 @@ def generator_of(seed: int, step: int) -> torch.Generator:
 
 
 # ---- optimizers
+def optimizer_faults(optimizer: Any) -> list[Fault]:
+    """What is wrong with what a factory of optimizers returned."""
+    law = "optimizer(module) returns one torch.optim.Optimizer over parameters of the module"
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        what = f"optimizer= returned a {type(optimizer).__name__}"
+        return [Fault("P102", what, law=law, cure="lambda module: torch.optim.AdamW(module.parameters())", at="optimizer")]
+    closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        name, law = type(optimizer).__name__, "a step runs forward and backward once, before the optimizer"
+        return [Fault("P115", f"{name} needs a closure", law=law, cure="torch.optim.AdamW, SGD, ...", at="optimizer")]
+    return []
+
+
 def optimizer_of(workload: Workload) -> Callable[[nn.Module], torch.optim.Optimizer]:
     """The named optimizer with torch's own defaults, over the parameters that train, on master copies if asked for."""
     kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[workload.optimizer]

@@ -570,13 +570,13 @@ def test_dropout_without_a_stream_is_refused():
 
 
 class Fickle(Feed):
-    """Takes another path from the second call on."""
+    """Takes another path once a few calls have been made: after every look before step 1."""
 
     calls = 0
 
     def act(self, x):
         self.calls += 1
-        return F.gelu(x) if self.calls < 3 else F.relu(x)
+        return F.gelu(x) if self.calls < 12 else F.relu(x)
 
 
 def fickle_work(net, make_subject):
@@ -587,7 +587,7 @@ def fickle_work(net, make_subject):
     module = subject.make()
     installed = install(module, subject, SAMPLES, program, derivation, net, None)
     said = ""
-    for _ in range(3):
+    for _ in range(12):
         try:
             with installed.replay:
                 subject.evaluate(module, subject.batches(0))
