@@ -100,7 +100,7 @@ def plan_of(layout: str) -> pt.Plan:
     sizes = {name: int(size) for name, size in (word.split("=") for word in layout.split() if word != "one")}
     accumulate = sizes.pop("accumulate", 1)
     strategies = [kind() for axis, kind in STRATEGIES.items() if axis in sizes]
-    return pt.Plan(cluster="here", mesh=sizes, strategies=strategies, accumulate=accumulate)
+    return pt.Plan(cluster="cpu", mesh=sizes, strategies=strategies, accumulate=accumulate)
 
 
 def run(task: Task, layout: str, **more: Any) -> Run:

@@ -148,3 +148,18 @@ def test_nothing_but_the_object_is_on_standard_output_of_a_process(home):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 3
     assert "training" not in done.stderr
+
+
+CONFIG = {
+    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 257, "n_positions": 64, "n_embd": 32,
+    "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.gloo
+def test_a_real_config_trains_and_its_held_out_loss_is_told(home, capsys):
+    (home / "config.json").write_text(json.dumps(CONFIG))
+    more = ("--set", "model=hf:config.json", "--set", "sequence=16")
+    got = said(capsys, "train", "plan.toml", "--steps", "3", "-o", "run", *more)
+    assert got["error"]["traffic"] == 0
+    assert got["held_out_loss"] == pytest.approx(5.5, abs=1.0)  # ln 257 is 5.55

@@ -17,13 +17,13 @@ from partita.api.planning import plan as search_plans
 from partita.api.probing import probe
 from partita.cluster import cores
 from partita.cost.figures import Figures
-from partita.errors import Fault, refuse
+from partita.errors import Fault, RankLost, RunFailed, refuse
 from partita.pages.json import dumps
 from partita.plans import Plan
 from partita.program import Program
 from partita.runtime.batch import Feed, divides
 from partita.runtime.capture import capture
-from partita.runtime.corpus import held_out_of
+from partita.runtime.checkpoint import steps as steps_of
 from partita.runtime.launch import ranks_from_environment
 from partita.runtime.outcome import Outcome, run
 from partita.runtime.programs import dressed
@@ -174,8 +174,15 @@ def train(  # noqa: PLR0913 - the contract's keywords
     plan = plan or main_plan(replace(MAIN, data=data))
     own = model is not None
     subject = subject_of(with_workload(plan)) if model is None else subject_from(model, batches, loss, optimizer, forward)
-    training = _training(plan, steps, clip, batch_norm, eval_every=eval_every, save_every=save_every, own=own)
-    training = replace(training, keep=frozenset({"state", *(["gradients"] if keep_gradients else [])}))
+    asked = Training(
+        steps or STEPS,
+        clip=_pair(clip),
+        batch_norm=batch_norm,
+        save_every=save_every,
+        evaluate_every=eval_every,
+        keep=frozenset({"state", "gradients"} if keep_gradients else {"state"}),
+    )
+    training = _completed(asked, plan, subject, own=own)
     folder, source = folders(plan, out, resume, own=own)
     refuse([*steps_left(source, training.steps), *folder_faults(folder, source)])
     if plan.cluster == "here" and not dry_run and not probed() and ranks_from_environment() is None:
@@ -188,7 +195,10 @@ def train(  # noqa: PLR0913 - the contract's keywords
     if folder is not None:
         opened(folder, plan, predicted)
     training = replace(training, folder=folder, resume=source)
-    outcome = run(plan.mesh, subject, plan.strategies, program, training, progress=_teller(progress, training))
+    try:
+        outcome = run(plan.mesh, subject, plan.strategies, program, training, progress=_teller(progress, training))
+    except RunFailed as failed:
+        raise _with_a_way_on(failed, folder) from failed
     text = _sample(plan, subject, outcome) if not own else None
     done = Run(plan, predicted, outcome, outcome.figures(), folder, text, predicted.figures.notes)
     if folder is not None and done.speaks:
@@ -209,30 +219,25 @@ def main_plan(workload: Workload = MAIN) -> Plan:
     return min(found, key=lambda choice: choice.figures.step_seconds).plan
 
 
-def _training(
-    plan: Plan,
-    steps: int | None,
-    clip: tuple[float, float] | float | None,
-    batch_norm: str | None,
-    *,
-    eval_every: int | None,
-    save_every: int | None,
-    own: bool,
-) -> Training:
-    pair = (float(clip), 2.0) if isinstance(clip, int | float) else clip
-    common = {"steps": steps or STEPS, "batch_norm": batch_norm, "save_every": save_every, "evaluate_every": eval_every}
-    if own or plan.workload is None:
-        return Training(microbatches=plan.accumulate, clip=pair, **common)
-    workload = plan.workload
-    return Training(
+def _pair(clip: tuple[float, float] | float | None) -> tuple[float, float] | None:
+    """(largest norm, p)."""
+    return (float(clip), 2.0) if isinstance(clip, int | float) else clip
+
+
+def _completed(asked: Training, plan: Plan, subject: Subject, *, own: bool) -> Training:
+    """What was asked for, and the rest from the plan's workload."""
+    if own:
+        return replace(asked, microbatches=plan.accumulate)
+    workload = with_workload(plan)
+    return replace(
+        asked,
         microbatches=workload.accumulate,
-        clip=pair or (None if workload.clip is None else (workload.clip, 2.0)),
+        clip=asked.clip or _pair(workload.clip),
         schedule=workload.schedule,
         warmup=workload.warmup,
         horizon=workload.horizon,
         seed=workload.seed,
-        held_out=held_out_of(workload) if workload.sequence else None,
-        **common,
+        held_out=subject.held_out,
     )
 
 
@@ -257,6 +262,17 @@ def _room(predicted: Estimate) -> list[Fault]:
     have = f"peak {format_bytes(figures.peak)} at {figures.peak_at}, room {format_bytes(room)}"
     law = "the fullest rank must fit its device"
     return [Fault("P111", "the plan does not fit", have, law, "a smaller batch, accumulate, more ranks", "workload.batch")]
+
+
+def _with_a_way_on(failed: RunFailed, folder: Path | None) -> RunFailed:
+    """The failure with what to do next: from the last checkpoint, if there is one."""
+    kept = steps_of(folder / "checkpoints") if folder is not None else []
+    if kept:
+        cure = f"partita train --resume {folder} goes on from step {kept[-1]}"
+    else:
+        cure = "no checkpoint was written yet; --save-every K writes one every K steps"
+    text = f"{failed}\n  try    {cure}"
+    return RankLost(text, failed.rank) if isinstance(failed, RankLost) else RunFailed(text)
 
 
 def _movable(said: dict[str, Any]) -> dict[str, Any]:

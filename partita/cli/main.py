@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunFailed as failed:
         print(f"{type(failed).__name__}: {failed}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stopped:
+        print(str(stopped) or "interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has gone; nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -30,6 +30,7 @@ SAME = {
     "lift_fresh",
 }  # fmt: skip
 HALF = ("float16", "bfloat16")
+APART = {"unbind", "split", "split_with_sizes", "unsafe_split"}  # ops with a result for every index, or for every few
 
 
 def derive(
@@ -267,7 +268,7 @@ class _Rule:
         for j, (o, cells) in enumerate(zip(event.outs, sig.outs, strict=True)):
             fed = label is not None and any(self.place(sig, sig.ins[i], label) for i in read if (i, j) not in sig.independent)
             self.states[o] = self.place(sig, cells, label) or (PARTIAL if fed and not done else WHOLE)
-            number = j if event.op == "unbind" else sig.index
+            number = j if event.op in APART else sig.index
             if number >= 0 and label is not None and self.states[o] == PARTIAL:
                 self.owner[o] = (sig.dims[label[0]], number)
 

@@ -43,7 +43,7 @@ def errors(split: Tensors, whole: Tensors, kind: str) -> dict[str, float]:
     top = max((t.abs().max().item() for t in whole.values() if t.numel()), default=0.0)
     found = {f"{kind} {name}": float("inf") for name in split.keys() ^ whole.keys()}
     for name in split.keys() & whole.keys():
-        a, b = split[name].double(), whole[name].double()
+        a, b = _widest(split[name]), _widest(whole[name])
         if a.shape != b.shape:
             found[f"{kind} {name}"] = float("inf")
         elif a.numel():
@@ -53,6 +53,10 @@ def errors(split: Tensors, whole: Tensors, kind: str) -> dict[str, float]:
             if gap != gap:  # NaN on either side is no equality
                 found[f"{kind} {name}"] = float("inf")
     return found
+
+
+def _widest(t: torch.Tensor) -> torch.Tensor:
+    return t.to(torch.complex128) if t.is_complex() else t.double()
 
 
 def compare(

@@ -24,7 +24,7 @@ class Rate:
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: str, warmup: int, horizon: int | None) -> None:
         self.optimizer, self.schedule, self.warmup, self.horizon = optimizer, schedule, warmup, horizon
-        self.bases = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+        self.bases = [group.get("initial_lr", group.get("lr", 0.0)) for group in optimizer.param_groups]
         self.plain = schedule == "constant" and not warmup
 
     def set(self, step: int) -> None:

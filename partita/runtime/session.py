@@ -108,6 +108,8 @@ class Session:
         assert model is site.module, "a session trains the model it wrapped"
         site.subject = replace(site.subject, loss=form.loss(loss_fn, batch))
         kept = {p: p.grad.clone() for p in step.parameters.values() if p.grad is not None}
+        for p in kept:
+            p.grad = None
         first, size = step.shares[0].first, samples_of(local) or 0
         if size != step.samples // self._parts:
             raise Refused(_uneven(self._done, size * self._parts, step.samples))

@@ -109,11 +109,18 @@ class Step:
             one = part_of(self.rule, value, share.samples, counts)
             self.read, self.strays = one.read or self.read, self.strays or one.strays
             if self.rule.kind in (*READ, "pair") and not site.mixes and not one.numbers[1]:
+                self._nothing(one.value)
                 return False  # no target counts here: the mean is 0 / 0
             sums[0] += one.total
             sums[1] += math.nan if one.strays else one.weight
             one.contribution(self.rule).backward()
         return True
+
+    def _nothing(self, value: torch.Tensor) -> None:
+        """The backward pass of a loss that counts nothing, where it talks along a tensor axis; what comes of it is dropped."""
+        learned = [p for p in self.parameters.values() if p.requires_grad]
+        if self.site.placements and value.requires_grad and learned:
+            torch.autograd.grad(value, learned, torch.zeros_like(value), allow_unused=True)
 
     def _finish(self, *, idle: bool) -> None:
         """Wait for the buckets; sum what else is a summand."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from partita.errors import Fault
-from partita.runtime.corpus import batches_of
+from partita.runtime.corpus import batches_of, held_out_of
 from partita.runtime.master import Mastered
 from partita.workload import GPT, MLP, ResNet, Workload
 
@@ -27,6 +27,7 @@ class Subject:
         loss: loss(output, batch) -> a scalar, or (sum, weight).
         optimizer: Builds the optimizer of a module's parameters.
         forward: Batch keys passed to the module; None means those its forward accepts (``**kwargs`` accepts all).
+        held_out: Held-out batches by number; None where there are none.
         hints: Parameter glob -> its named dims, e.g. {"*.qkv.weight": "(three heads e) hidden"}.
     """
 
@@ -36,6 +37,7 @@ class Subject:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     forward: tuple[str, ...] | None = None
     hints: Mapping[str, str] = field(default_factory=dict)
+    held_out: Callable[[int], dict[str, Any]] | None = None
 
     def keys(self, module: nn.Module, batch: Mapping[str, Any]) -> tuple[str, ...]:
         """The batch keys this module is called with."""
@@ -78,14 +80,22 @@ def labelled_loss(output: Tensor, batch: Mapping[str, Any]) -> Tensor:
 def tokens_of(workload: Workload, vocab: int, sequence: int, *, synthetic: bool) -> Batches:
     """Batches {tokens, targets}, int64 (samples, sequence)."""
     if not synthetic:
-        known = workload if workload.spec else replace(workload, spec=GPT(vocab=vocab, sequence=sequence))
-        return batches_of(known)
+        return batches_of(_known(workload, vocab, sequence))
 
     def batches(step: int) -> dict[str, Any]:
         drawn = torch.randint(vocab, (workload.batch, sequence + 1), generator=generator_of(workload.seed, step))
         return {"tokens": drawn[:, :-1].contiguous(), "targets": drawn[:, 1:].contiguous()}
 
     return batches
+
+
+def held_tokens_of(workload: Workload, vocab: int, sequence: int, *, synthetic: bool) -> Batches | None:
+    """Batches of the text that is held out; None if no text is read."""
+    return None if synthetic else held_out_of(_known(workload, vocab, sequence))
+
+
+def _known(workload: Workload, vocab: int, sequence: int) -> Workload:
+    return workload if workload.spec else replace(workload, spec=GPT(vocab=vocab, sequence=sequence))
 
 
 def labelled_of(workload: Workload) -> Batches:

@@ -23,6 +23,7 @@ from partita.runtime.rules import rule_of
 DTYPES = {getattr(torch, name): name for name in events.WIDTH if name in torch.__dict__}
 IOTA = ("unsqueeze", "view", "expand", "_to_copy", "alias", "detach")  # what keeps an arange an arange
 EMPTY = ("cat", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")  # may have empty pieces beside full ones
+SPLITS = ("split", "split_with_sizes", "unsafe_split")
 READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "item")  # ops by which numbers steer Python
 
 
@@ -186,9 +187,11 @@ class Tape(TorchDispatchMode):
         for k, i in enumerate(outs):
             v = self.values[i]
             v.origin, v.tainted = name, tainted
-            number = k if name == "unbind" else signature.index if signature else -1
+            along = call.arg(2 if name in SPLITS else 1, "dim", 0)
+            every = name == "unbind" or (name in SPLITS and all(s[along] == 1 for s in call.shapes))
+            number = k if every else signature.index if signature else -1
             if number >= 0:
-                v.piece = (call.ins[0].dims[call.arg(1, "dim", 0)], number)
+                v.piece = (call.ins[0].dims[along], number)
             elif len(pieces) == 1 and name not in ("stack", "cat", "select_backward"):
                 v.piece = next(iter(pieces))
         if (ins and call.ins[0].iota) or name == "arange":

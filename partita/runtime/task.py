@@ -7,7 +7,7 @@ from torch import nn
 
 from partita.errors import Fault, Refused
 from partita.runtime.models import build, factory, hints_of
-from partita.runtime.subject import Subject, labelled_loss, labelled_of, optimizer_of, token_loss, tokens_of
+from partita.runtime.subject import Subject, held_tokens_of, labelled_loss, labelled_of, optimizer_of, token_loss, tokens_of
 from partita.workload import MLP, ResNet, Workload
 
 
@@ -34,8 +34,9 @@ def subject_of(workload: Workload, *, synthetic: bool = False) -> Subject:
 
     if isinstance(spec, ResNet | MLP):
         return Subject(make, labelled_of(workload), labelled_loss, optimizer_of(workload), ("x",), hints_of(spec))
-    batches = tokens_of(workload, spec.vocab, spec.sequence, synthetic=synthetic)
-    return Subject(make, batches, token_loss, optimizer_of(workload), ("tokens",), hints_of(spec))
+    batches, held_out = (read(workload, spec.vocab, spec.sequence, synthetic=synthetic) for read in (tokens_of, held_tokens_of))
+    assert batches is not None, "a token model always has batches"
+    return Subject(make, batches, token_loss, optimizer_of(workload), ("tokens",), hints_of(spec), held_out)
 
 
 def _transformers(workload: Workload, *, synthetic: bool) -> Subject:

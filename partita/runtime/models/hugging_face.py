@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from partita.errors import Fault, Refused
-from partita.runtime.subject import Subject, generator_of, optimizer_of, tokens_of
+from partita.runtime.subject import Subject, generator_of, held_tokens_of, optimizer_of, tokens_of
 from partita.workload import GPT, Llama, Workload
 
 MASKED_SHARE = 0.15  # of the tokens of a masked language model.  Source: Devlin et al. 2018, arXiv:1810.04805, section 3.1
@@ -43,10 +43,10 @@ def subject(workload: Workload, synthetic: bool) -> Subject:  # noqa: FBT001
 
     sequence = _sequence(workload, config)
     tokens = tokens_of(workload, config.vocab_size, sequence, synthetic=synthetic)
+    held = held_tokens_of(workload, config.vocab_size, sequence, synthetic=synthetic)
     hidden = config.mask_token_id if isinstance(getattr(config, "mask_token_id", None), int) else config.vocab_size - 1
 
-    def batches(step: int) -> dict[str, Any]:
-        batch = tokens(step)
+    def named(batch: Mapping[str, Tensor], step: int) -> dict[str, Any]:
         if not masked:
             return {"input_ids": batch["tokens"], "targets": batch["targets"]}
         seen = torch.rand(batch["tokens"].shape, generator=generator_of(workload.seed + 1, step)) >= MASKED_SHARE
@@ -54,7 +54,14 @@ def subject(workload: Workload, synthetic: bool) -> Subject:  # noqa: FBT001
         inputs = batch["tokens"].where(seen, torch.tensor(hidden))
         return {"input_ids": inputs, "targets": batch["tokens"].masked_fill(seen, IGNORED)}
 
-    return Subject(make, batches, logits_loss, optimizer_of(workload), ("input_ids",))
+    return Subject(
+        make,
+        lambda step: named(tokens(step), step),
+        logits_loss,
+        optimizer_of(workload),
+        ("input_ids",),
+        held_out=None if held is None else lambda number: named(held(number), number),
+    )
 
 
 def logits_loss(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
