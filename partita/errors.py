@@ -31,6 +31,7 @@ CODES = {
     "P117": "BadCheckpoint",
     "P118": "WrongRanks",
     "P119": "MissingKey",
+    "P120": "BadSchedule",
 }
 
 
