@@ -1,11 +1,27 @@
 """Schedules whose backward is whole: gpipe, looped_bfs, one_f_one_b, interleaved.
 
-Pictures of p = 3 ranks and m = 4 microbatches, F and B of one slot each; a dot is a slot a rank waits.
+Pictures of 3 ranks and 4 microbatches (two stages a rank where there are several, both in one line), F and B of one slot
+each: 0 is a forward, a its backward, a dot a slot a rank waits.
 
-    gpipe                          one_f_one_b
-    0 1 2 3 . . . . 0 1 2 3        0 1 2 . . 0 3 1 . 2 . 3
-    . 0 1 2 3 . . 0 1 2 3 .        . 0 1 . 0 2 1 3 2 . 3 .
-    . . 0 1 2 3 0 1 2 3 . .        . . 0 0 1 1 2 2 3 3 . .
+    gpipe
+    0123....abcd
+    .0123..abcd.
+    ..0123abcd..
+
+    one_f_one_b
+    012..a3b.c.d
+    .01.a2b3c.d.
+    ..0a1b2c3d..
+
+    interleaved
+    01230123.a.b.c.dabcd
+    .0123012a3b.c.dabcd.
+    ..01230a1b2c3dabcd..
+
+    looped_bfs
+    01230123....abcdabcd
+    .01230123..abcdabcd.
+    ..01230123abcdabcd..
 
 On each stage the backwards come in the order of the microbatches, so gradients are summed as on one device.
 Sources: GPipe, arXiv:1811.06965; PipeDream-flush, arXiv:2006.09503; interleaving, arXiv:2104.04473; breadth first,

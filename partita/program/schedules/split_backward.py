@@ -1,7 +1,23 @@
 """Schedules whose backward is run in two parts, I and W: zero_bubble, zbv, dualpipev.
 
-A stage waits only for the I of the stage after it; W can be put where a rank would wait. Pictures of p = 3 ranks, every pass of
-one slot; two stages a rank stand in lines of their own.
+A stage waits only for the I of the stage after it; W can be put where a rank would wait. Pictures of 3 ranks (both stages of
+a rank in one line) and 4, 5 and 6 microbatches, F, I and W of one slot each: 0 is a forward, a its I, `=` a W, `0<` a whole
+backward, a dot a slot a rank waits.
+
+    zero_bubble
+    012..a=3b=c=d=
+    .01.a2b=3c=d==
+    ..0a1b2c=3d===
+
+    zbv
+    012340a=1b=2c=a=3d=b=4e=c=d=e=..
+    .012031a=2b=4a=3c=b=4d=ced=e===.
+    ..001122a=3a=3b=4b=4c=cddee=====
+
+    dualpipev
+    012340a=1b=252<30<3<4.1<4<5.2<5<d=e=f=
+    .012031a=241<30<52<41<3<5.2<4<3<fe=f==
+    ..00112230<30<41<41<52<52<3<3<4<eff===
 
 Sources: ZB-H1 and ZB-V, arXiv:2401.10241; V-shaped placement and its memory, arXiv:2405.15362; DualPipe, arXiv:2412.19437, of
 which DualPipeV is the half on a V.
