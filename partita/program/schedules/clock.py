@@ -7,6 +7,7 @@ about a million actions a second.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from partita.program.schedules.action import Action, Pass, Schedule
 
@@ -20,14 +21,16 @@ class Durations:
     Args:
         forward, input, weight: Of F, I and W.
         backward: Of B; by default of I and W together.
-        send: From a stage to a neighbour on another rank, either way; computing goes on beside it.
+        send, send_back: From a stage to the next on another rank, and back to the one before, of every cut alike or cut by cut
+            (the cut between stages s and s + 1 is number s); computing goes on beside it. The way back is by default as long.
     """
 
     forward: Cost = 1.0
     input: Cost = 1.0
     weight: Cost = 1.0
     backward: Cost | None = None
-    send: float = 0.0
+    send: Cost = 0.0
+    send_back: Cost | None = None
 
     def of(self, stages: int) -> dict[Pass, list[float]]:
         """Pass -> seconds per stage."""
@@ -35,10 +38,19 @@ class Durations:
         whole = [i + w for i, w in zip(input, weight, strict=True)] if self.backward is None else _each(self.backward, stages)
         return {Pass.FORWARD: _each(self.forward, stages), Pass.INPUT: input, Pass.WEIGHT: weight, Pass.BACKWARD: whole}
 
+    def arriving(self, placement: Sequence[int]) -> tuple[list[float], list[float]]:
+        """Per stage, the seconds its input is under way, and what comes back to it; 0 from a stage on the same rank."""
+        cuts = len(placement) - 1
+        there = _each(self.send, cuts)
+        back = there if self.send_back is None else _each(self.send_back, cuts)
+        apart = [a != b for a, b in pairwise(placement)]
+        there, back = ([t * far for t, far in zip(times, apart, strict=True)] for times in (there, back))
+        return [0.0, *there], [*back, 0.0]
 
-def _each(cost: Cost, stages: int) -> list[float]:
-    each = [float(cost)] * stages if isinstance(cost, int | float) else list(map(float, cost))
-    assert len(each) == stages, f"{len(each)} durations for {stages} stages"
+
+def _each(cost: Cost, count: int) -> list[float]:
+    each = [float(cost)] * count if isinstance(cost, int | float) else list(map(float, cost))
+    assert len(each) == count, f"{len(each)} durations where there are {count}"
     return each
 
 
@@ -110,7 +122,7 @@ class _Player:
     def __init__(self, schedule: Schedule, durations: Durations) -> None:
         self.schedule = schedule
         self.seconds = durations.of(schedule.stages)
-        self.send = durations.send
+        self.there, self.back = durations.arriving(schedule.placement)
         self.at = [0] * schedule.ranks
         self.starts: list[list[float]] = [[] for _ in self.at]
         self.ends: list[list[float]] = [[] for _ in self.at]
@@ -127,9 +139,9 @@ class _Player:
 
     def _rank(self, rank: int) -> list[int]:
         """Go on with one rank; the ranks that can go on after it."""
-        order, placement, stages = self.schedule.order[rank], self.schedule.placement, self.schedule.stages
-        starts, ends, waiting, last = self.starts[rank], self.ends[rank], self.waiting, self.schedule.stages - 1
-        seconds, send, forward, backward = self.seconds, self.send, self.forward, self.backward
+        order, stages, last = self.schedule.order[rank], self.schedule.stages, self.schedule.stages - 1
+        starts, ends, waiting = self.starts[rank], self.ends[rank], self.waiting
+        seconds, there, back, forward, backward = self.seconds, self.there, self.back, self.forward, self.backward
         now = ends[-1] if ends else 0.0
         woken = []
         for at in range(self.at[rank], len(order)):
@@ -142,8 +154,7 @@ class _Player:
                     waiting[mark + before if kind == "F" else mark - before] = rank
                     self.at[rank] = at
                     return woken
-                if placement[stage + before] != rank:
-                    ended += send
+                ended += there[stage] if kind == "F" else back[stage]
                 if ended > now:
                     now = ended
             starts.append(now)

@@ -177,6 +177,14 @@ def test_sending_is_waited_for_between_ranks_only():
 
 
 @pytest.mark.case
+def test_every_cut_has_its_own_way_there_and_back():
+    timeline = play(read("0F0,0B0\n1F0,1B0\n2F0,2B0\n"), Durations(1, backward=2, send=[0.5, 10], send_back=[3, 0.25]))
+    assert timeline.starts == ((0, 20.75), (1.5, 15.75), (12.5, 13.5))
+    assert timeline.makespan == 22.75
+    assert play(read("0F0,1F0,1B0,0B0\n"), Durations(send=5, send_back=7)).makespan == 6
+
+
+@pytest.mark.case
 def test_stages_of_their_own_durations():
     schedule = read("0F0,0B0\n1F0,1B0\n")
     timeline = play(schedule, Durations(forward=[1, 2], backward=[4, 8]))
@@ -189,13 +197,13 @@ def test_stages_of_their_own_durations():
 
 @pytest.mark.case
 def test_a_large_schedule_is_generated_and_played_in_a_second():
-    """64 stages on ranks, 4 a rank, 512 microbatches: 262,144 actions; the best of three, as other work runs beside."""
+    """64 stages on ranks, 4 a rank, 512 microbatches: 262,144 actions, in seconds of processor time, best of three."""
     best = float("inf")
     for _ in range(3):
-        began = time.perf_counter()
+        began = time.process_time()
         schedule = generate("interleaved", 64, 512, 4)
         timeline = play(schedule)
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.process_time() - began)
     assert sum(map(len, schedule.order)) == 262_144
     assert timeline.bubble == pytest.approx(63 / (4 * 512 + 63))
     assert best < 1.0
