@@ -32,6 +32,7 @@ CODES = {
     "P118": "WrongRanks",
     "P119": "MissingKey",
     "P120": "BadSchedule",
+    "P121": "BadStages",
 }
 
 

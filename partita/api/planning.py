@@ -1,7 +1,7 @@
 """plan, estimate, load: everything that starts no rank. A program that is in the cache needs no torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,25 @@ from partita.plans import Plan
 from partita.program import Program
 from partita.runtime.launch import cache_folder
 from partita.runtime.programs import program_of
-from partita.simulate import Timeline, simulate
-from partita.simulate import estimate as predict
+from partita.simulate import Timeline, predict, simulate
 from partita.strategies import GARDEN
-from partita.strategy import check, compose
+from partita.strategy import check, compose_roles
 from partita.workload import Workload
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Predicted figures of a plan, and the Program′ they were read from."""
+    """Predicted figures of a plan, and the Program′ of each role they were read from."""
 
     plan: Plan
-    program: Program
+    roles: tuple[Program, ...]
     cluster: Cluster
     figures: Figures
+
+    @property
+    def program(self) -> Program:
+        """Program′ of the first role: of every rank, where the plan has no pipeline."""
+        return self.roles[0]
 
     def json(self) -> dict[str, Any]:
         """The keys of the contract."""
@@ -61,11 +65,11 @@ def estimate(plan: Plan, program: Program | None = None) -> Estimate:
     workload = plan.workload
     if program is None:
         workload = with_workload(plan)
-        program = program_of(workload, cache_folder())
+        program = program_of(replace(workload, accumulate=plan.microbatches), cache_folder())
     refuse(check(program, plan.strategies, plan.mesh))
-    said = compose(program, plan.strategies, plan.mesh)
+    roles = compose_roles(program, plan.strategies, plan.mesh)
     cluster = cluster_at(plan.cluster)
-    return Estimate(plan, said, cluster, predict(said, cluster, plan.mesh, workload or Workload("python")))
+    return Estimate(plan, roles, cluster, predict(roles, cluster, plan.mesh, workload or Workload("python")))
 
 
 def with_workload(plan: Plan) -> Workload:

@@ -227,11 +227,11 @@ def _pair(clip: tuple[float, float] | float | None) -> tuple[float, float] | Non
 def _completed(asked: Training, plan: Plan, subject: Subject, *, own: bool) -> Training:
     """What was asked for, and the rest from the plan's workload."""
     if own:
-        return replace(asked, microbatches=plan.accumulate)
+        return replace(asked, microbatches=plan.microbatches)
     workload = with_workload(plan)
     return replace(
         asked,
-        microbatches=workload.accumulate,
+        microbatches=plan.microbatches,
         clip=asked.clip or _pair(workload.clip),
         schedule=workload.schedule,
         warmup=workload.warmup,

@@ -71,4 +71,4 @@ def session(plan: Plan, *, batch_norm: str | None = None, forward: tuple[str, ..
 
 def _session(net: Net, plan: Plan, batch_norm: str | None, forward: tuple[str, ...] | None) -> Session:
     seed = plan.workload.seed if plan.workload else 0
-    return Session(net, plan.strategies, accumulate=plan.accumulate, seed=seed, batch_norm=batch_norm, forward=forward)
+    return Session(net, plan.strategies, accumulate=plan.microbatches, seed=seed, batch_norm=batch_norm, forward=forward)

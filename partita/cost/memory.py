@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from partita.program.blocks import block_number
-from partita.program.events import Collective, Compute, Event, Kind, Phase
+from partita.program.events import RECEIVED, Collective, Compute, Event, Kind, Phase
 from partita.program.fold import stretch, unfold
 from partita.program.program import Program
 
@@ -46,7 +46,7 @@ class Occupancy:
 
 
 def occupancy(program: Program, backend: str = "nccl") -> Occupancy:
-    """Peak memory of the rank that runs `program`.
+    """Peak memory of the rank that runs `program`; of a pipeline's role, see `cost/stages.py`.
 
     A folded program is not written out: what stands for its middle copies is walked once and counted for all of them.
     """
@@ -59,10 +59,10 @@ def occupancy(program: Program, backend: str = "nccl") -> Occupancy:
         found = list(amounts)
         return found[-1] + left * (found[-1] - found[0])
 
-    fixed = [_static(one) for one in few]
+    fixed = [static_bytes(one) for one in few]
     static = {name: grown(one[name] for one in fixed) for name in fixed[-1]}
     buffers = grown(map(gradient_buffers, few))
-    kept = frozenset() if buffers else frozenset(_roots(flat, flat.gradients.values()))
+    kept = frozenset() if buffers else frozenset(roots(flat, flat.gradients.values()))
     prefix = next((s.block[:-1] for s in program.segments if s.block), "")
     walk = _Walk(flat, kept, backend, _middle(program) if left else {}, left, prefix)
     walk.run()
@@ -104,15 +104,15 @@ def gradient_buffers(program: Program) -> int:
     return sum(size * (3 if wide and dtype in HALF else 1) for size, dtype in sizes)
 
 
-def _roots(program: Program, ids: Iterable[int]) -> list[int]:
+def roots(program: Program, ids: Iterable[int]) -> list[int]:
     return [program.tensors[i].root if program.tensors[i].root >= 0 else i for i in ids]
 
 
-def _static(program: Program) -> dict[str, int]:
+def static_bytes(program: Program) -> dict[str, int]:
     """Bytes of what lives all along, by what it is."""
     found = dict.fromkeys(STATIC.values(), 0)
     for tensor in program.tensors:
-        if tensor.kind in STATIC and tensor.root in (tensor.id, -1):
+        if tensor.kind in STATIC and tensor.root in (tensor.id, -1) and not tensor.name.startswith(RECEIVED):
             found[STATIC[tensor.kind]] += program.local_bytes(tensor.id)
     return found
 
@@ -136,7 +136,7 @@ class _Walk:
         self.spans, self.left, self.prefix = spans, left, prefix
         tensors = program.tensors
         self.root = [t.root if t.root >= 0 else t.id for t in tensors]
-        self.gradients = set(_roots(program, program.gradients.values()))
+        self.gradients = set(roots(program, program.gradients.values()))
         self.live: dict[int, int] = {}
         self.now = {"activations": 0, "gradients": 0}  # missing copies included
         self.peak = 0
@@ -146,7 +146,7 @@ class _Walk:
     def run(self) -> None:
         events = list(self.program.events())
         dying: dict[int, list[int]] = {}
-        for storage, at in _last_uses(events, self.root, self.gradients - self.kept).items():
+        for storage, at in last_uses(events, self.root, self.gradients - self.kept).items():
             if storage not in self.kept:
                 dying.setdefault(at, []).append(storage)
         end, entry, inside = -1, dict(self.now), []
@@ -157,7 +157,7 @@ class _Walk:
             if at in self.spans:
                 end, entry, inside = self.spans[at], dict(self.now), []
             self._make(event)
-            copies = _copies(event, self.backend)
+            copies = copies_of(event, self.backend)
             self._look(self.now, copies, event)
             if end >= 0:
                 inside.append((dict(self.now), copies, event))
@@ -186,7 +186,7 @@ class _Walk:
     def _look(self, now: Mapping[str, int], copies: int, event: Event, *, last: bool = False) -> None:
         total = sum(now.values()) + copies
         if total > self.peak:
-            self.peak, self.place = total, _place(replace(event, module=self._real(event, last=last)))
+            self.peak, self.place = total, place_of(replace(event, module=self._real(event, last=last)))
             self.parts = {**now, "communication": copies}
 
     def _rest(self, entry: Mapping[str, int], inside: Iterable[tuple[Mapping[str, int], int, Event]]) -> None:
@@ -199,7 +199,7 @@ class _Walk:
             self.now[kind] += size
 
 
-def _last_uses(events: Iterable[Event], root: list[int], buffered: set[int]) -> dict[int, int]:
+def last_uses(events: Iterable[Event], root: list[int], buffered: set[int]) -> dict[int, int]:
     """Storage -> index of the last event that touches it; gradients that go to buffers are free once backward made them."""
     last: dict[int, int] = {}
     for at, event in enumerate(events):
@@ -213,13 +213,13 @@ def _last_uses(events: Iterable[Event], root: list[int], buffered: set[int]) -> 
     return last
 
 
-def _copies(event: Event, backend: str) -> int:
+def copies_of(event: Event, backend: str) -> int:
     """Bytes a backend copies while a call is in flight: gloo's all-gather and reduce-scatter copy the large side."""
     if isinstance(event, Collective) and backend == "gloo" and event.op in ("all_gather", "reduce_scatter"):
         return event.nbytes
     return 0
 
 
-def _place(event: Event) -> str:
+def place_of(event: Event) -> str:
     name = event.op if isinstance(event, Compute) else f"{event.op} over {event.axis}"
     return f"{event.phase.value} {event.module or '(step)'}: {name}"

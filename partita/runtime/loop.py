@@ -69,7 +69,7 @@ class _Run:
         module = self.subject.make().to(net.device)
         self.step = prepare(net, self.subject, module, self.feed(0), strategies, program, training)
         self.site = self.step.site
-        self.optimizer = self.subject.optimizer(self.site.module)
+        self.optimizer = self.site.optimizer()
         self.rate = Rate(self.optimizer, training.schedule, training.warmup, training.horizon)
         self.first = saved.resume(self.site, self.optimizer, training.resume) if training.resume else 0
         self.losses: list[float] = []
@@ -146,7 +146,9 @@ class _Run:
         net.notes.stepped()
         self.losses.append(done.loss)
         norm = done.norm
-        if norm is None and net.rank == 0 and not self.site.placements:  # nothing is cut: it can be had without a message
+        if (
+            norm is None and net.rank == 0 and not self.site.placements and not self.site.apart
+        ):  # nothing is cut: it can be had without a message
             norm = float(global_norm(net, self.step.parameters, {}))
         self.norms.append(norm)
         sent = [e.json() for e in net.ledger[at:]]

@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from partita.errors import Fault, PartitaError, Refused, RunFailed
 from partita.runtime.batch import Batch, shares, taken
 from partita.runtime.buckets import HALF, Buckets, reduce_again
 from partita.runtime.buffers import Keeper
-from partita.runtime.loss import READ, Rule, divisor, heard, joined, part_of
-from partita.runtime.loss_terms import Term
+from partita.runtime.loss import READ, Part, Rule, divisor, heard, joined, part_of
+from partita.runtime.loss_terms import Counts, Term
 from partita.runtime.norm import clip, global_norm
+from partita.runtime.pipeline import Values
 from partita.runtime.site import Site
 
 
@@ -90,10 +92,15 @@ class Step:
         self.keeper.begin()
         sums = torch.zeros(2, dtype=torch.float64, device=self.site.net.device)
         idle = True
-        for m, part in enumerate(parts):
-            for b in self.buckets:
-                b.last = m == self.microbatches - 1
-            idle &= not self._microbatch(part, step, m, sums)
+        if self.site.pipe is not None:
+            turns = Turns(self, parts, step, sums)
+            self.site.pipe.run(parts, turns)
+            idle = turns.idle
+        else:
+            for m, part in enumerate(parts):
+                for b in self.buckets:
+                    b.last = m == self.microbatches - 1
+                idle &= not self._microbatch(part, step, m, sums)
         self.keeper.finish()
         self._finish(idle=idle)
         return self._reduce(sums)
@@ -106,15 +113,22 @@ class Step:
             with site.running(step, share), heard(self.rule) as counts:
                 value = site.subject.evaluate(site.module, part)
             self.keeper.ran(m)
-            one = part_of(self.rule, value, share.samples, counts)
-            self.read, self.strays = one.read or self.read, self.strays or one.strays
-            if self.rule.kind in (*READ, "pair") and not site.mixes and not one.numbers[1]:
-                self._nothing(one.value)
+            one = self.weigh(value, share.samples, counts, sums)
+            if one is None:
                 return False  # no target counts here: the mean is 0 / 0
-            sums[0] += one.total
-            sums[1] += math.nan if one.strays else one.weight
             one.contribution(self.rule).backward()
         return True
+
+    def weigh(self, value: Any, samples: int, counts: Counts | None, sums: torch.Tensor) -> Part | None:
+        """The loss of a microbatch as the rule reads it, added to the sums; None if no target counts."""
+        one = part_of(self.rule, value, samples, counts)
+        self.read, self.strays = one.read or self.read, self.strays or one.strays
+        if self.rule.kind in (*READ, "pair") and not self.site.mixes and not one.numbers[1]:
+            self._nothing(one.value)
+            return None
+        sums[0] += one.total
+        sums[1] += math.nan if one.strays else one.weight
+        return one
 
     def _nothing(self, value: torch.Tensor) -> None:
         """The backward pass of a loss that counts nothing, where it talks along a tensor axis; what comes of it is dropped."""
@@ -137,6 +151,9 @@ class Step:
                 grad = self.parameters[name].grad
                 assert grad is not None, f"{name} has no gradient to sum over {axis}"
                 site.net.all_reduce(grad, axis, label=name)
+        if site.pipe is not None:
+            self._fill(site.pipe.tied())
+            site.pipe.sum_tied({n: p.grad for n, p in self.parameters.items() if p.grad is not None})
 
     def _fill(self, names: Iterable[str]) -> None:
         """Zeros where nothing counted, as one device has them."""
@@ -156,16 +173,20 @@ class Step:
             b.drop()
         self._expect_none()
         total, weight = sums.tolist()
-        if math.isnan(weight):
+        by = 1.0 if self.rule.kind == "sum" and not math.isnan(weight) else divisor(weight, self.read)
+        loss = joined(self.rule, total, weight, self.read)
+        if site.pipe is not None:  # only the last stage has seen the loss
+            loss, by = site.pipe.share_loss(loss, by)
+            weight = by
+        if math.isnan(by):
             raise self._strayed()
         self.steps += 1
-        by = 1.0 if self.rule.kind == "sum" else divisor(weight, self.read)
         if not weight:
             self._fill(self.parameters)
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         if by and by != self.rule.nominal and grads:
             torch._foreach_mul_(grads, self.rule.nominal / by)
-        return joined(self.rule, total, weight, self.read)
+        return loss
 
     def _strayed(self) -> PartitaError:
         """A term of the loss left the proportion to the weight that the rule rests on."""
@@ -193,12 +214,17 @@ class Step:
                         "  try    a first batch that reaches every parameter"
                     )
 
+    def counted(self) -> dict[str, nn.Parameter]:
+        """Parameters whose gradients this rank counts in the norm: of those that several stages hold, the first counts."""
+        pipe = self.site.pipe
+        return {n: p for n, p in self.parameters.items() if pipe is None or pipe.owns(n)}
+
     def clip(self) -> float | None:
         """Clip the global norm, if asked to; returns it as it was before."""
         if self.clipping is None:
             return None
         largest, p = self.clipping
-        norm = global_norm(self.site.net, self.parameters, self.site.placements, p)
+        norm = global_norm(self.site.net, self.counted(), self.site.placements, p, apart=self.site.apart)
         clip(self.parameters.values(), norm, largest)
         return float(norm)
 
@@ -220,3 +246,46 @@ class Step:
         norm = self.clip()
         optimizer.step()
         return Done(loss, norm)
+
+
+class Turns:
+    """What a step does around the passes of this rank's stages."""
+
+    def __init__(self, step: Step, parts: Sequence[Batch], number: int, sums: torch.Tensor) -> None:
+        self.step, self.parts, self.number, self.sums = step, parts, number, sums
+        self.idle, self.began = True, False
+
+    def stage_forward(self, stage: int, microbatch: int, received: Values) -> tuple[torch.Tensor | None, Values]:
+        """As `pipeline.Around` has it."""
+        step, part, share = self.step, self.parts[microbatch], self.step.shares[microbatch]
+        site = step.site
+        assert site.pipe is not None, "there are stages"
+
+        def run() -> tuple[Any, Counts | None]:
+            with site.running(self.number, share), heard(step.rule) as counts:
+                return site.subject.evaluate(site.module, part), counts
+
+        with site.statistics():
+            step.keeper.starting(1 if self.began else 0)
+            out, sent = site.pipe.staged.run(stage, part, received, run)
+            self.began = True
+            step.keeper.ran(microbatch)
+        if stage < site.pipe.last:
+            self.idle = False
+            return None, sent
+        one = step.weigh(out[0], share.samples, out[1], self.sums)
+        self.idle &= one is None
+        return None if one is None else one.contribution(step.rule), sent
+
+    def closing(self, *, last: bool) -> None:
+        """As `pipeline.Around` has it."""
+        pipe = self.step.site.pipe
+        for b in self.step.buckets:
+            b.last, b.later = last, pipe.shared_here if pipe is not None else set()
+
+    def accumulated(self, parameters: Sequence[nn.Parameter]) -> None:
+        """As `pipeline.Around` has it."""
+        for b in self.step.buckets:
+            for p in parameters:
+                if p.grad is not None and id(p) in b.where:
+                    b.ready(p)

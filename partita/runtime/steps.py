@@ -63,10 +63,14 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Script:
-    """All steps of a forward pass and loss, and the parameters whose gradients are summed once a step, in order."""
+    """All steps of a forward pass and loss, and the parameters whose gradients are summed once a step, in order.
+
+    `calls`: what they were captured from, one each.
+    """
 
     steps: tuple[Step, ...]
     late: tuple[str, ...]
+    calls: tuple[Call, ...] = ()
 
 
 def write(
