@@ -154,7 +154,7 @@ class Replay(Through):
         """What stands in for an argument."""
         key = edge.kind, edge.value
         if edge.again:
-            return self.store[key]
+            return self.store.pop(key) if edge.last else self.store[key]
         if edge.kind == "sum":
             with nullcontext() if step.graded else torch.enable_grad():
                 y = Sum.apply(x, self.axis, step.module)
@@ -165,7 +165,8 @@ class Replay(Through):
         else:
             assert edge.part is not None
             y = edge.part.of(x, edge.part.dim)
-        self.store[key] = y
+        if not edge.last:
+            self.store[key] = y
         return y
 
 

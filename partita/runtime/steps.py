@@ -33,7 +33,10 @@ SHOWN = 4  # reasons per module in a message
 
 
 class Edge(NamedTuple):
-    """A change of the argument at `path`: a new one, or (`again`) the one already made for this value."""
+    """A change of the argument at `path`: a new one, or (`again`) the one already made for this value.
+
+    `last`: no later call reads it, so nothing keeps it.
+    """
 
     path: Path
     kind: str
@@ -41,6 +44,7 @@ class Edge(NamedTuple):
     again: bool
     part: Part | None = None
     layout: Split | None = None
+    last: bool = False
 
 
 class Step(NamedTuple):
@@ -107,7 +111,7 @@ class _Scribe:
     def script(self) -> Script:
         self.tensors, self.born, self.same = self.layouts.program.tensors, self.layouts.born, self.layouts.same
         self.early = self._early()
-        steps = tuple(self._step(call) for call in self.heard.calls)
+        steps = _let_go([self._step(call) for call in self.heard.calls])
         self._check_outside()
         self._check_recomputed()
         late = self._check_said()
@@ -366,6 +370,18 @@ class _Scribe:
             if not self.bad and moved != expected:
                 self._refuse("", f"its {phase} calls would move {moved}, said is {expected}")
         return tuple(late)
+
+
+def _let_go(steps: list[Step]) -> tuple[Step, ...]:
+    """The steps with the last use of every change marked: what is kept for longer than that would live to the loss."""
+    found, later = [], set()
+    for step in reversed(steps):
+        edges = []
+        for edge in reversed(step.edges):
+            edges.append(edge._replace(last=(edge.kind, edge.value) not in later))
+            later.add((edge.kind, edge.value))
+        found.append(step._replace(edges=tuple(reversed(edges))))
+    return tuple(reversed(found))
 
 
 def _aligned(sig: Signature) -> bool:
