@@ -5,7 +5,9 @@
       in buffers (`gradient_buffers`)              all along; what backward makes is added to them and freed at once
     activations                                    from the op that makes them to their last reader, mostly in backward
 
-Views share the storage of their root. An op's inputs and outputs exist together; what kernels take inside themselves is unseen.
+Views share the storage of their root. An op's inputs and outputs exist together. Of what kernels take inside themselves one
+thing is said: a CPU's library compiles a product of half types anew for every shape, and keeps that. The rest is unseen: what a
+product packs its operands in (a few MiB), and the float32 tiles of half-type kernels.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,6 +28,7 @@ STATIC = {
 HALF = ("float16", "bfloat16")
 FEW = 3  # copies of a folded block that are written out: a first, a middle and a last one
 OTHER = ("buffers", "inputs", "constants", "communication")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,13 @@ class Occupancy:
     other: Mapping[str, int]
 
 
-def occupancy(program: Program, backend: str = "nccl") -> Occupancy:
+def occupancy(program: Program, backend: str = "nccl", kernel: float = 0.0) -> Occupancy:
     """Peak memory of the rank that runs `program`; of a pipeline's role, see `cost/stages.py`.
+
+    Args:
+        program: Program′.
+        backend: What copies its collectives make.
+        kernel: Bytes that stay for every shape of a product of half types.
 
     A folded program is not written out: what stands for its middle copies is walked once and counted for all of them.
     """
@@ -67,6 +75,8 @@ def occupancy(program: Program, backend: str = "nccl") -> Occupancy:
     walk = _Walk(flat, kept, backend, _middle(program) if left else {}, left, prefix)
     walk.run()
     other = {name: static[name] for name in OTHER if name in static} | {"communication": walk.parts["communication"]}
+    if kernels := round(kernel * half_products(program)):
+        other["kernels"] = kernels
     parts = {
         "parameters": static["parameters"],
         "gradients": buffers + walk.parts["gradients"],
@@ -74,7 +84,19 @@ def occupancy(program: Program, backend: str = "nccl") -> Occupancy:
         "activations": walk.parts["activations"],
         "other": sum(other.values()),
     }
-    return Occupancy(sum(static.values()) + buffers + walk.peak, walk.place, parts, other)
+    return Occupancy(sum(static.values()) + buffers + walk.peak + kernels, walk.place, parts, other)
+
+
+def half_products(program: Program) -> int:
+    """Shapes of products of half types, one for each way their operands lie."""
+    turned: set[int] = set()
+    found = set()
+    for e in program.events():
+        if isinstance(e, Compute) and e.op in ("t", "transpose"):
+            turned |= set(e.outs) if e.ins[0] not in turned else set()
+        elif isinstance(e, Compute) and e.op in PRODUCTS and program.tensors[e.outs[0]].dtype in HALF:
+            found.add((e.op, *((program.local_shape(i), i in turned) for i in e.ins)))
+    return len(found)
 
 
 def _middle(program: Program) -> dict[int, int]:

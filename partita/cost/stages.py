@@ -15,6 +15,7 @@ from partita.cost.memory import (
     Occupancy,
     copies_of,
     gradient_buffers,
+    half_products,
     last_uses,
     place_of,
     roots,
@@ -35,12 +36,12 @@ class Pass:
     at: str
 
 
-def role_occupancy(program: Program, backend: str = "nccl") -> Occupancy:
+def role_occupancy(program: Program, backend: str = "nccl", kernel: float = 0.0) -> Occupancy:
     """Peak memory of a rank of a pipeline.
 
     Args:
         program: Of a role.
-        backend: "gloo" or "nccl".
+        backend, kernel: As of `occupancy`.
     """
     pipeline = program.pipeline
     assert pipeline is not None, "only a role has turns"
@@ -61,6 +62,8 @@ def role_occupancy(program: Program, backend: str = "nccl") -> Occupancy:
     static = static_bytes(program)
     buffers = gradient_buffers(program)
     other = {name: static[name] for name in OTHER if name in static} | {"communication": copies}
+    if kernels := round(kernel * half_products(program)):
+        other["kernels"] = kernels
     parts = {
         "parameters": static["parameters"],
         "gradients": buffers + gradients,
@@ -68,7 +71,7 @@ def role_occupancy(program: Program, backend: str = "nccl") -> Occupancy:
         "activations": peak - gradients - copies,
         "other": sum(other.values()),
     }
-    return Occupancy(sum(static.values()) + buffers + peak, best, parts, other)
+    return Occupancy(sum(static.values()) + buffers + peak + kernels, best, parts, other)
 
 
 def _split(part: str) -> tuple[int, str]:

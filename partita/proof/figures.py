@@ -7,6 +7,7 @@ memory    the fold's peak against the honest one, where the peak is large enough
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from partita.cluster import named
 from partita.cost.memory import occupancy
 from partita.cost.stages import role_occupancy
 from partita.program import Collective, Program
@@ -70,4 +71,5 @@ def memory_of(roles: Sequence[Program], real: Outcome) -> Memory:
     if not measured >= JUDGED:  # NaN where it cannot be measured
         return Memory()
     folds = (occupancy if role.pipeline is None else role_occupancy for role in roles)
-    return Memory(max(fold(role, "gloo").peak for fold, role in zip(folds, roles, strict=True)), measured)
+    kernel = named("cpu").kernel
+    return Memory(max(fold(role, "gloo", kernel).peak for fold, role in zip(folds, roles, strict=True)), measured)

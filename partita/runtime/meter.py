@@ -5,9 +5,9 @@ becomes a mapping of its own that leaves when it is freed. Then
 
     peak = highest resident memory during the step - resident memory before the model was built
 
-with file-backed pages (code) left out of both, and with what the matrix library keeps for its next product given back before
-either: set-up multiplies in float64, which takes buffers that no step needs. The thresholds cost time (each large block is mapped anew), so they are in force
-only up to the measured step, and timed steps run with the generous ones malloc arrives at by itself.
+with file-backed pages (code) left out of both. Before either is read, the matrix library gives back its buffers: set-up
+multiplies in float64, which takes some that no step needs. The thresholds cost time (each large block is mapped anew), so they
+are in force only up to the measured step, and timed steps run with the generous ones malloc arrives at by itself.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ def resident(field: str) -> int:
 
 
 def _products() -> Callable[[], Any] | None:
-    """Gives back the buffers that the matrix library keeps; None where it is another one."""
+    """What gives back the buffers that the matrix library keeps; None where it is another one."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         return ctypes.CDLL(str(library)).mkl_serv_free_buffers

@@ -27,7 +27,7 @@ def estimate(program: Program, cluster: Cluster, mesh: Mesh, workload: Workload)
     """
     costs = costs_of(program, cluster, mesh)
     line = run_clock(program, cluster, costs)
-    memory = occupancy(program, cluster.backend)
+    memory = occupancy(program, cluster.backend, cluster.kernel)
     low, high, notes = band_of(cluster, costs.crowd, mesh)
     room = cluster.room(mesh.ranks)
     sequence = workload.sequence

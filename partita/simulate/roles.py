@@ -108,7 +108,7 @@ def estimate_roles(roles: Sequence[Program], cluster: Cluster, mesh: Mesh, workl
         cluster, mesh, workload: As of `estimate`.
     """
     played = play_roles(roles, cluster, mesh)
-    fullest = max((role_occupancy(role, cluster.backend) for role in roles), key=lambda found: found.peak)
+    fullest = max((role_occupancy(role, cluster.backend, cluster.kernel) for role in roles), key=lambda found: found.peak)
     low, high, notes = band_of(cluster, played.costs[0].crowd, mesh)
     room = cluster.room(mesh.ranks)
     busiest = max(range(len(roles)), key=lambda r: played.compute[r])

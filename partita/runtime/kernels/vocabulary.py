@@ -108,7 +108,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def less(rows: Tensor, by: Tensor) -> Tensor:
-    """rows - by, float32 at least: never two wide copies of half rows at once."""
+    """The difference of rows and statistics, float32 at least: never two wide copies of half rows at once."""
     return wide(rows).sub_(by) if rows.dtype in HALF else rows - by
 
 
