@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from partita.api.folder import first_rank, folder_faults, folders, opened, steps_left
+from partita.api.folder import folder_faults, folders, opened, steps_left
 from partita.api.own import Batches, Loss, Model, OptimizerFactory, subject_from
 from partita.api.planning import Estimate, estimate, probed, with_workload
 from partita.api.planning import plan as search_plans
@@ -24,7 +24,7 @@ from partita.program import Program
 from partita.runtime.batch import Feed, divides
 from partita.runtime.capture import capture
 from partita.runtime.checkpoint import steps as steps_of
-from partita.runtime.launch import ranks_from_environment
+from partita.runtime.launch import first_rank, ranks_from_environment
 from partita.runtime.outcome import Outcome, run
 from partita.runtime.programs import dressed
 from partita.runtime.sample import sample

@@ -149,7 +149,7 @@ def prove_subject(
     said, calls = roles[0], [said_calls(role.collectives()) for role in roles]
     promise = promise_of(strategies, mesh, training.microbatches)
     try:
-        real = run(mesh, subject, strategies, program, training)
+        real = _ended(run(mesh, subject, strategies, program, training))
         numerics = _numerics(in_double(subject), samples, strategies, mesh, training, reference)
     except RunFailed as failed:  # a rank that dies, hangs or raises is what a wrong strategy may come to
         none = Numerics(math.inf, BOUND[promise], "the run did not end")
@@ -167,6 +167,13 @@ def prove_subject(
         notes=said.notes,
         shrunk=shrunk,
     )
+
+
+def _ended(real: Outcome) -> Outcome:
+    """The outcome, unless Ctrl-C cut it short: half a run proves nothing."""
+    if real.interrupted:
+        raise KeyboardInterrupt("interrupted: nothing was proved")
+    return real
 
 
 def _said(program: Program, training: Training, like: Workload | None) -> Program:
@@ -199,7 +206,7 @@ def _numerics(
     """The split run of a subject in double against one device."""
     program = _said(wide_program(subject, samples), training, None)
     kept = replace(training, keep=frozenset(KEPT), audit=False)
-    split = run(mesh, subject, strategies, program, kept, wide=True)
+    split = _ended(run(mesh, subject, strategies, program, kept, wide=True))
     whole = reference(subject, program, training)
     pairs = {"parameter": (split.tensors["state"], whole.state), "gradient": (split.tensors["gradients"], whole.gradients)}
     return compare(promise_of(strategies, mesh, training.microbatches), (split.losses, whole.losses), pairs)
