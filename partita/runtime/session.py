@@ -119,6 +119,7 @@ class Session:
             p.grad = before if p.grad is None else p.grad.add_(before)
         self._done += 1
         self.net.notes.stepped()
+        self.net.notes.doing(f"the story's own work after step {self._done}", slow=True)
         return torch.tensor(loss, dtype=torch.float64)
 
     def clip(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
