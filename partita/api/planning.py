@@ -14,7 +14,7 @@ from partita.plans import Plan
 from partita.program import Program
 from partita.runtime.launch import cache_folder
 from partita.runtime.programs import program_of
-from partita.simulate import Timeline, predict, simulate
+from partita.simulate import Played, Span, Timeline, play_roles, predict, simulate, spans_of
 from partita.strategies import GARDEN
 from partita.strategy import check, compose_roles
 from partita.workload import Workload
@@ -39,8 +39,17 @@ class Estimate:
         return figures_json(self.figures, self.plan.hash)
 
     def timeline(self) -> Timeline:
-        """Every event with start and end, for a trace."""
+        """Every event of the first role with start and end, for a trace."""
         return simulate(self.program, self.cluster, self.plan.mesh, traced=True)
+
+    def played(self) -> Played | None:
+        """The schedule by the clock, if the plan has a pipeline."""
+        return play_roles(self.roles, self.cluster, self.plan.mesh) if self.program.pipeline else None
+
+    def spans(self) -> dict[int, list[Span]]:
+        """Rank (along the pipeline) -> what it does when: of a pipeline its passes in one round, else every event."""
+        played = self.played()
+        return spans_of(played.schedule, played.table) if played else {0: list(self.timeline().spans)}
 
 
 def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Plan:

@@ -203,6 +203,8 @@ def train(  # noqa: PLR0913 - the contract's keywords
     done = Run(plan, predicted, outcome, outcome.figures(), folder, text, predicted.figures.notes)
     if folder is not None and done.speaks:
         (folder / "summary.json").write_text(dumps(_movable(done.json())) + "\n")
+        timelines = {str(r["rank"]): r["timeline"] for r in outcome.results}
+        (folder / "timeline.json").write_text(dumps(timelines) + "\n")
     if outcome.interrupted:
         at = f"; go on with: partita train --resume {folder}" if folder else ""
         raise KeyboardInterrupt(f"stopped after step {done.json()['steps']}{at}")

@@ -23,6 +23,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from partita.program.program import Pipeline, Turn
 from partita.program.schedules import Schedule
 from partita.runtime.batch import Batch
+from partita.runtime.marks import Marks
 from partita.runtime.net import Net, Work
 from partita.runtime.stages import Item, Key, Staged
 
@@ -37,6 +38,8 @@ Values = dict[Key, Tensor]
 
 class Around(Protocol):
     """What the step does around the passes of a stage."""
+
+    marks: Marks
 
     def stage_forward(self, stage: int, microbatch: int, received: Values) -> tuple[Tensor | None, Values]:
         """What to differentiate (of the last stage; None where nothing counts), and what goes on to the next."""
@@ -294,7 +297,8 @@ class Pipe:
             alive.received = self._arrived(stage, m, "F")
         graded = {item.key for item in self._items(stage, m) if item.graded} if stage else set()
         alive.received = {k: t.requires_grad_(k in graded) for k, t in alive.received.items()}
-        alive.loss, alive.sent = self.around.stage_forward(stage, self.start + m, alive.received)
+        with self.around.marks(str(action), "forward"):
+            alive.loss, alive.sent = self.around.stage_forward(stage, self.start + m, alive.received)
         if stage < self.last and self._home(stage + 1) == self.rank:
             self.alive[stage + 1, m].received = {k: t.detach() for k, t in alive.sent.items()}
 
@@ -311,8 +315,9 @@ class Pipe:
         stage, m = _of(action)
         outs, gradients = self._outputs(stage, m)
         self.around.closing(last=self._last("B", stage, m))
-        if outs:
-            torch.autograd.backward(outs, gradients)
+        with self.around.marks(str(action), "backward"):
+            if outs:
+                torch.autograd.backward(outs, gradients)
         self._hand_back(stage, m)
         self.alive[stage, m] = Alive(returned=self.alive[stage, m].returned)
 
@@ -323,7 +328,8 @@ class Pipe:
         if alive.leaves and outs:  # without leaves nobody waits: all of it is done with the weights
             outs = [t.clone() if t._is_view() or t.is_leaf else t for t in outs]  # torch detaches them in place
             weights = iter(self.weights[stage])
-            _, alive.groups = stage_backward_input(outs, gradients, alive.leaves, weights)  # type: ignore[arg-type]
+            with self.around.marks(str(action), "backward"):
+                _, alive.groups = stage_backward_input(outs, gradients, alive.leaves, weights)  # type: ignore[arg-type]
             alive.pending, alive.sent, alive.loss = ([], None), {}, None
         self._hand_back(stage, m)
 
@@ -331,11 +337,12 @@ class Pipe:
         stage, m = _of(action)
         alive = self.alive[stage, m]
         self.around.closing(last=self._last("W", stage, m))
-        if alive.groups is not None:
-            stage_backward_weight(iter(self.weights[stage]), alive.groups)
-            self.around.accumulated(self.weights[stage])
-        elif alive.pending[0]:
-            torch.autograd.backward(*alive.pending)
+        with self.around.marks(str(action), "backward"):
+            if alive.groups is not None:
+                stage_backward_weight(iter(self.weights[stage]), alive.groups)
+                self.around.accumulated(self.weights[stage])
+            elif alive.pending[0]:
+                torch.autograd.backward(*alive.pending)
         self.alive[stage, m] = Alive(returned=alive.returned)
 
     def _last(self, kind: str, stage: int, m: int) -> bool:

@@ -21,6 +21,7 @@ from partita.runtime.buckets import HALF, Buckets, reduce_again
 from partita.runtime.buffers import Keeper
 from partita.runtime.loss import READ, Part, Rule, divisor, heard, joined, part_of
 from partita.runtime.loss_terms import Counts, Term
+from partita.runtime.marks import Marks
 from partita.runtime.norm import clip, global_norm
 from partita.runtime.pipeline import Values
 from partita.runtime.site import Site
@@ -61,6 +62,7 @@ class Step:
         self.shares = shares(samples, site.data_rank, site.data_ranks, microbatches)
         self.keeper = Keeper(site.module, buffers or {}, site.data_ranks, microbatches)
         self.buckets = self._buckets()
+        self.marks = Marks()
         self.read: Term | None = None  # the term the weight is read off
         self.strays = ""
         self.steps = 0
@@ -102,21 +104,23 @@ class Step:
                     b.last = m == self.microbatches - 1
                 idle &= not self._microbatch(part, step, m, sums)
         self.keeper.finish()
-        self._finish(idle=idle)
-        return self._reduce(sums)
+        with self.marks("sync", "sync"):
+            self._finish(idle=idle)
+            return self._reduce(sums)
 
     def _microbatch(self, part: Batch, step: int, m: int, sums: torch.Tensor) -> bool:
         """One forward and backward; False when there was nothing to learn from."""
         site, share = self.site, self.shares[m]
         with site.statistics():
             self.keeper.starting(m)
-            with site.running(step, share), heard(self.rule) as counts:
+            with self.marks(f"F{m}", "forward"), site.running(step, share), heard(self.rule) as counts:
                 value = site.subject.evaluate(site.module, part)
             self.keeper.ran(m)
             one = self.weigh(value, share.samples, counts, sums)
             if one is None:
                 return False  # no target counts here: the mean is 0 / 0
-            one.contribution(self.rule).backward()
+            with self.marks(f"B{m}", "backward"):
+                one.contribution(self.rule).backward()
         return True
 
     def weigh(self, value: Any, samples: int, counts: Counts | None, sums: torch.Tensor) -> Part | None:
@@ -239,12 +243,14 @@ class Step:
 
     def run(self, batch: Batch, step: int, optimizer: torch.optim.Optimizer) -> Done:
         """One whole optimizer step."""
+        self.marks.begin()
         left = self._left(optimizer)
         loss = self.gradients(self.parts(batch), step)
         for p, before in left:
             p.grad = before if p.grad is None else p.grad.add_(before)
-        norm = self.clip()
-        optimizer.step()
+        with self.marks("optimizer", "optimizer"):
+            norm = self.clip()
+            optimizer.step()
         return Done(loss, norm)
 
 
@@ -253,7 +259,7 @@ class Turns:
 
     def __init__(self, step: Step, parts: Sequence[Batch], number: int, sums: torch.Tensor) -> None:
         self.step, self.parts, self.number, self.sums = step, parts, number, sums
-        self.idle, self.began = True, False
+        self.idle, self.began, self.marks = True, False, step.marks
 
     def stage_forward(self, stage: int, microbatch: int, received: Values) -> tuple[torch.Tensor | None, Values]:
         """As `pipeline.Around` has it."""
