@@ -41,8 +41,8 @@ def evaluate(site: Site, rule: Rule, batches: Callable[[int], Batch], count: int
                     if found is None:  # a stage without the loss
                         continue
                     one = part_of(rule, found[0], share.samples, found[1])
-                    read = one.read
-                    if one.numbers[1]:
+                    read = one.read or read
+                    if one.adds:
                         sums += torch.tensor(one.numbers, dtype=torch.float64, device=net.device)
             for axis in site.data_axes:
                 net.all_reduce(sums, axis, label="held-out")
@@ -61,7 +61,7 @@ def _value(site: Site, rule: Rule, part: Batch, share: Share) -> tuple[Any, Coun
     """The loss of a part and what was counted under it; None on a rank of a pipeline that has no loss."""
 
     def run() -> tuple[Any, Counts | None]:
-        with site.running(0, share), heard(rule) as counts:
+        with site.running(0, share), heard(rule, part) as counts:
             return site.subject.evaluate(site.module, part), counts
 
     if site.pipe is None:

@@ -65,6 +65,7 @@ class Step:
         self.marks = Marks()
         self.read: Term | None = None  # the term the weight is read off
         self.strays = ""
+        self.blank = False  # whether the loss is no number where nothing counts
         self.steps = 0
         self._stepped: set[int] | None = None  # ids of the optimizer's parameters
         self._bucketed = {id(p) for b in self.buckets for one in b.buckets for p in one.parameters}
@@ -92,6 +93,7 @@ class Step:
         for b in self.buckets:
             b.begin()
         self.keeper.begin()
+        self.blank = False
         sums = torch.zeros(2, dtype=torch.float64, device=self.site.net.device)
         idle = True
         if self.site.pipe is not None:
@@ -113,7 +115,7 @@ class Step:
         site, share = self.site, self.shares[m]
         with site.statistics():
             self.keeper.starting(m)
-            with self.marks(f"F{m}", "forward"), site.running(step, share), heard(self.rule) as counts:
+            with self.marks(f"F{m}", "forward"), site.running(step, share), heard(self.rule, part) as counts:
                 value = site.subject.evaluate(site.module, part)
             self.keeper.ran(m)
             one = self.weigh(value, share.samples, counts, sums)
@@ -127,7 +129,8 @@ class Step:
         """The loss of a microbatch as the rule reads it, added to the sums; None if no target counts."""
         one = part_of(self.rule, value, samples, counts)
         self.read, self.strays = one.read or self.read, self.strays or one.strays
-        if self.rule.kind in (*READ, "pair") and not self.site.mixes and not one.numbers[1]:
+        if self.rule.kind in (*READ, "pair") and not self.site.mixes and not one.adds:
+            self.blank |= math.isnan(float(one.value.detach()))
             self._nothing(one.value)
             return None
         sums[0] += one.total
@@ -178,7 +181,7 @@ class Step:
         self._expect_none()
         total, weight = sums.tolist()
         by = 1.0 if self.rule.kind == "sum" and not math.isnan(weight) else divisor(weight, self.read)
-        loss = joined(self.rule, total, weight, self.read)
+        loss = joined(self.rule, total, weight, self.read, blank=self.blank)
         if site.pipe is not None:  # only the last stage has seen the loss
             loss, by = site.pipe.share_loss(loss, by)
             weight = by
@@ -268,7 +271,7 @@ class Turns:
         assert site.pipe is not None, "there are stages"
 
         def run() -> tuple[Any, Counts | None]:
-            with site.running(self.number, share), heard(step.rule) as counts:
+            with site.running(self.number, share), heard(step.rule, part) as counts:
                 return site.subject.evaluate(site.module, part), counts
 
         with site.statistics():
