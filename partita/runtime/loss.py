@@ -137,6 +137,8 @@ def part_of(rule: Rule, value: Any, samples: int, counts: Counts | None) -> Part
             return Part(value, math.nan, math.nan, strays="the loss is made of other operations than in the first look")
         read, strays = _fitted(rule, read, counts, _near(value))
         one = read[rule.term]
+        if not float(one.by) and math.isinf(float(value.detach())):
+            strays = "on a part of the batch nothing counts, and what is divided by that count is not zero"
         return Part(value, one.by, one.weight, one, strays or _strays(rule, read, one.count))
     weight = 1.0 if rule.kind == "sum" else float(samples)
     return Part(value, weight, weight, strays=_strays(rule, read, weight))

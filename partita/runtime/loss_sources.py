@@ -60,6 +60,7 @@ class Sources(Through):
         super().__init__()
         self.values: list[Number] = []
         self.given = given or {}
+        self.called: set[str] = set()  # functions of what is made of the batch
         for t in tree_leaves(batch):
             if isinstance(t, Tensor) and t.dim():
                 setattr(t, ORIGIN, BATCH)
@@ -75,6 +76,7 @@ class Sources(Through):
             size = self._size(SHAPE, args[0])
             return size[args[1]]
         out = func(*args, **kwargs)
+        self.called.add(func.__name__)
         with torch._C.DisableTorchFunction():
             if isinstance(out, Tensor):
                 return self._made(func.__name__, out, args, found)

@@ -20,6 +20,7 @@ from partita.runtime.through import Through
 
 CROSS_ENTROPY, NLL = torch._C._nn.cross_entropy_loss, torch._C._nn.nll_loss_nd  # pyright: ignore[reportAttributeAccessIssue]
 MEAN, SUM = 1, 2  # torch's numbers for reduction="mean" and "sum"
+COMPARING = {"eq", "ne", "gt", "lt", "ge", "le", "__eq__", "__ne__", "__gt__", "__lt__", "__ge__", "__le__"}
 # Of the graph, by the name of the node. "SumBackward" is our own: it makes a Partial value whole.
 PASSING = {
     "ToCopyBackward0", "ViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
@@ -70,6 +71,7 @@ class Counts(Through):
         super().__init__()
         self.counted: dict[Any, Number] = {}  # graph node of a loss -> its targets that count
         self.sources: Sources | None = None  # if they are heard as well
+        self.marks: set[int] = set()  # integers that targets are compared with, or are left out for
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -77,6 +79,8 @@ class Counts(Through):
         if (func is CROSS_ENTROPY or func is NLL) and isinstance(out, Tensor) and out.grad_fn is not None:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 self._count(out.grad_fn, *args, **kwargs)
+        elif func.__name__ in COMPARING and len(args) == 2 and isinstance(args[0], Tensor) and isinstance(args[1], int):
+            self.marks.update((args[1] - 1, args[1], args[1] + 1) if args[0].dtype != torch.bool else ())
         return out
 
     def _count(
@@ -90,6 +94,7 @@ class Counts(Through):
         *_: Any,
         **__: Any,
     ) -> None:
+        self.marks.add(ignore_index)
         if reduction != MEAN:
             return
         if target.is_floating_point():  # class probabilities: every target counts
@@ -186,7 +191,14 @@ class _Reader:
 
     def _term(self, kind: str, way: _Way) -> None:
         kind = "divided" if kind == "sum" and way.divided else kind
-        self.found.append(Term(kind, way.by, way.count, way.by))
+        term = Term(kind, way.by, way.count, way.by)
+        if kind in ("sum", "divided") and self.found and self._same(self.found[-1], term):
+            return  # a sum that is written out
+        self.found.append(term)
+
+    @staticmethod
+    def _same(one: Term, other: Term) -> bool:
+        return one.kind == other.kind and one.by is other.by and one.count is other.count
 
 
 def _number(t: Tensor) -> Number:

@@ -19,7 +19,8 @@ from partita.runtime.look import Look
 from partita.runtime.loss import Part, Rule, joined, part_of
 from partita.runtime.loss_terms import Counts
 
-MARKS = (-100, -1, 0, 255)  # integers that stand for what does not count; one that a loss does not bear is left out
+MARKS = {-100, -1, 0}  # integers that stand for what does not count, besides those the loss itself names
+UNCHECKED = "ctc_loss"  # reads where its targets point to, whatever is there
 Seen = tuple[float, float, float, Part]  # loss, total and weight of a part
 
 
@@ -35,6 +36,7 @@ class Trials:
     def __init__(self, look: Look, whole: Share, parts: Sequence[Share]) -> None:
         self.whole, self.parts = whole, list(parts)
         names: set[str] = set()
+        self.marks, self.checked = set(MARKS), True
         judge = look.subject.loss
         noted = replace(look.subject, loss=lambda output, batch: judge(output, _Noted(batch, names)))
         self.look, look.subject = look, noted
@@ -67,10 +69,15 @@ class Trials:
         tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.dim() and t.shape[0] == samples]
         kinds = [t.dtype for t in tensors]
         whole = any(not k.is_floating_point and k != torch.bool for k in kinds)
-        for mark in MARKS if whole else MARKS[:1]:
+        for mark in self._marks(tensors) if whole else (0,):
             for fill in (self._one, self._late):
                 if tensors:
                     yield {**self.look.batch, name: tree_map(lambda t, m=mark, f=fill: f(t, m), value)}
+
+    def _marks(self, tensors: list[Tensor]) -> list[int]:
+        """Marks to be tried; one that a loss does not bear is left out when it is."""
+        low, high = (int(getattr(torch.cat([t.flatten() for t in tensors]), end)()) for end in ("min", "max"))
+        return sorted(m for m in self.marks if self.checked or low <= m <= high)
 
     def _one(self, t: Any, mark: int) -> Any:
         return _filled(t, self.look.samples, mark, lambda u: [u[self.whole.first]])
@@ -97,6 +104,8 @@ class Trials:
 
     def _seen(self, share: Share, rule: Rule, batch: Batch) -> Seen | None:
         def see(value: Any, counts: Counts) -> Seen:
+            self.marks |= counts.marks
+            self.checked &= counts.sources is None or UNCHECKED not in counts.sources.called
             part = part_of(rule, value, share.samples, counts)
             pair = not isinstance(value, Tensor)
             by = float(value[1]) if pair else 1.0
