@@ -352,6 +352,23 @@ def test_draws_of_python_and_numpy_are_the_runs_own():
         refused(task, "accumulate=2", "P115", "random numbers")
 
 
+def test_what_is_counted_outside_of_the_module_is_refused_whatever_the_layout():
+    """Capture and looks have counted on before step 1: even one rank would start from another number."""
+    calls = []
+
+    def annealed(o, b):
+        calls.append(1)
+        return o.square().mean() * min(1.0, len(calls) / 100)
+
+    def forward(self, x):
+        calls.append(1)
+        return plain(self, x) * len(calls)
+
+    for layout in ("one", "dp=2", "tp=2", "accumulate=2"):
+        refused(PLAIN.but(loss=annealed), layout, "P115", "another one each time", "batches(step) knows the step")
+        refused(PLAIN.but(make=module(forward)), layout, "P115", "another one each time")
+
+
 # ---------------------------------------------------------------- paths
 def test_a_branch_that_the_first_batch_does_not_show():
     def forward(self, x):
@@ -473,6 +490,28 @@ def test_a_loader_that_shuffles_is_read_once():
     whole = truth(PLAIN.but(data=loader()))
     for layout in ("one", "dp=2"):
         alike(split(PLAIN.but(data=loader()), layout), whole)
+
+
+def test_a_proof_reads_a_shuffled_loader_once():
+    rows = [{"x": r} for r in waves(0, 24, 6)["x"]]
+    for layout in ("dp=2", "tp=2"):
+        loader = DataLoader(rows, batch_size=8, shuffle=True)
+        assert pt.prove(plan_of(layout), model=PLAIN.make, batches=loader, loss=square, optimizer=sgd, steps=3).proved
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "tp=2", "accumulate=2", "dp=2 tp=2"])
+def test_a_proof_of_batches_whose_length_changes(layout):
+    data = lambda step: waves(step, 4, 3 + step, 6)
+    same(PLAIN.but(data=data), layout)
+    proof = pt.prove(plan_of(layout), model=PLAIN.make, batches=data, loss=square, optimizer=sgd, steps=3)
+    assert proof.proved, proof.json()
+
+
+def test_a_proof_says_what_is_no_number_on_both_sides():
+    data = lambda step: {"x": waves(step)["x"] * (float("nan") if step == 1 else 1)}
+    proof = pt.prove(plan_of("dp=2"), model=PLAIN.make, batches=data, loss=square, optimizer=sgd, steps=3)
+    assert proof.proved, proof.json()
+    assert any("loss of step 2" in note and "no number" in note for note in proof.json()["notes"])
 
 
 def test_a_name_that_the_batch_has_not_is_refused():
