@@ -229,6 +229,75 @@ def test_losses_whose_ops_have_no_rule(loss):
     same(PLAIN.but(loss=loss), "dp=2")
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o, b: F.gaussian_nll_loss(o[:, :3], b["x"][:, :3], o[:, 3:].exp()),
+        lambda o, b: -torch.distributions.Normal(o[:, :3], o[:, 3:].exp()).log_prob(b["x"][:, :3]).mean(),
+    ],
+    ids=["gaussian", "a distribution"],
+)
+def test_arguments_that_torch_checks_do_not_mix_samples(loss):
+    for layout in ("dp=2", "accumulate=2"):
+        same(PLAIN.but(loss=loss), layout)
+
+
+def by_mask(self, x):
+    best, y = self.gate(x).argmax(-1), torch.zeros_like(x)
+    for k, expert in enumerate(self.experts):
+        if (best == k).any():
+            y[best == k] = expert(x[best == k])
+    return y
+
+
+def by_counted_mask(self, x):
+    best, y = self.gate(x).argmax(-1), torch.zeros_like(x)
+    for k, expert in enumerate(self.experts):
+        if (best == k).sum() == 0:
+            continue
+        y[best == k] = expert(x[best == k])
+    return y
+
+
+def by_number(self, x):
+    (weight, best), y = self.gate(x).softmax(-1).max(-1), torch.zeros_like(x)
+    for k, expert in enumerate(self.experts):
+        own = (best == k).nonzero().squeeze(1)
+        if own.numel():
+            y = y.index_add(0, own, weight[own, None] * expert(x[own]))
+    return y
+
+
+def by_place(self, x):
+    (weight, best), y = self.gate(x).softmax(-1).topk(1, -1), torch.zeros_like(x)
+    for k, expert in enumerate(self.experts):
+        own, place = torch.where(best == k)
+        y[own] += weight[own, place, None] * expert(x[own])
+    return y
+
+
+def by_order(self, x):
+    weight, best = self.gate(x).softmax(-1).max(-1)
+    order, counts = best.argsort(stable=True), torch.bincount(best, minlength=2).tolist()
+    made = torch.cat([expert(part) for expert, part in zip(self.experts, x[order].split(counts), strict=True)])
+    return torch.empty_like(made).index_copy(0, order, made) * weight[:, None]
+
+
+@pytest.mark.parametrize("route", [by_mask, by_counted_mask, by_number, by_place, by_order])
+def test_samples_that_are_routed_to_experts_do_not_mix(route):
+    experts = lambda: nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+    make = module(route, gate=lambda: nn.Linear(6, 2), experts=experts)
+    for layout in ("dp=2", "accumulate=2"):
+        same(PLAIN.but(make=make), layout)
+
+
+@pytest.mark.parametrize("pick", [lambda n: torch.arange(n).roll(1), lambda n: torch.zeros(1, dtype=torch.long)])
+def test_samples_that_are_picked_from_all_of_them_are_refused(pick):
+    make = module(lambda s, x: plain(s, 0.7 * x + 0.3 * x[pick(len(x))]))
+    for layout in ("dp=2", "accumulate=2"):
+        refused(PLAIN.but(make=make), layout, "P114")
+
+
 def test_batch_norms_in_evaluation_and_instance_norms_mix_nothing():
     def frozen():
         torch.manual_seed(1)
