@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Task, refused, same
+from cases import Task, refused, run, same
 from torch import nn
+
+from partita.errors import RunFailed
 
 pytestmark = pytest.mark.gloo
 
@@ -123,6 +125,14 @@ def test_a_count_that_is_lost_from_sight_is_refused_though_all_count_at_first(na
         refused(
             PLAIN.but(data=ALL_THEN_HALF, loss=NOT_FOLLOWED[name]), layout, "P114", "clamp(min=1)", "(loss.sum(), mask.sum())"
         )
+
+
+def test_what_is_not_zero_over_a_count_that_is_ends_the_run():
+    """A part whose loss is infinite does not tell its sum, which one device would have added."""
+    for loss in (lambda o, b: o.square().sum() / kept(b).sum().item(), lambda o, b: o.square().sum() / kept(b).sum()):
+        for layout in ("dp=2", "accumulate=2"):
+            with pytest.raises(RunFailed, match="in step 2 of this run"):
+                run(PLAIN.but(data=ALL_THEN_HALF, loss=loss), layout)
 
 
 def test_numbers_that_are_only_looked_at_do_no_harm():

@@ -129,7 +129,7 @@ class Step:
         """The loss of a microbatch as the rule reads it, added to the sums; None if no target counts."""
         one = part_of(self.rule, value, samples, counts)
         self.read, self.strays = one.read or self.read, self.strays or one.strays
-        if self.rule.kind in (*READ, "pair") and not self.site.mixes and not one.adds:
+        if self.rule.kind in (*READ, "pair") and not self.site.mixes and not one.adds and not one.strays:
             self.blank |= math.isnan(float(one.value.detach()))
             self._nothing(one.value)
             return None
@@ -197,9 +197,12 @@ class Step:
 
     def _strayed(self) -> PartitaError:
         """A term of the loss left the proportion to the weight that the rule rests on."""
+        what = "a part of the batch does not divide as its count says, so its loss cannot be added up with the others"
+        if "proportion" in self.strays:
+            what = "the terms of the loss divide by counts that are not in proportion, so no one weight adds up its parts"
         fault = Fault(
             "P114",
-            "the terms of the loss divide by counts that are not in proportion, so no one weight adds up its parts",
+            what,
             have=self.strays or "the weight of a part is no number",
             law="the loss of a batch is a weighted mean of the losses of its parts only if all its terms count alike",
             cure="return the pair (sum, weight), or divide all terms by the same count",
