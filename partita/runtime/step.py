@@ -197,9 +197,9 @@ class Step:
 
     def _strayed(self) -> PartitaError:
         """A term of the loss left the proportion to the weight that the rule rests on."""
-        what = "a part of the batch does not divide as its count says, so its loss cannot be added up with the others"
-        if "proportion" in self.strays:
-            what = "the terms of the loss divide by counts that are not in proportion, so no one weight adds up its parts"
+        what = "the terms of the loss divide by counts that are not in proportion, so no one weight adds up its parts"
+        if "count" in self.strays and "proportion" not in self.strays:
+            what = "a part of the batch does not divide as its count says, so its loss cannot be added up with the others"
         fault = Fault(
             "P114",
             what,
