@@ -144,17 +144,23 @@ class _Cutter:
         return found
 
     def _backward(self, of: list[int]) -> None:
-        """Stages of the backward pass: it goes from the last to the first, and a module's backward is where its forward is."""
+        """Stages of the backward pass: it goes from the last to the first, and a module's backward is where its forward is.
+
+        A gradient that must be summed before it crosses a cut is summed by the stage that made it.
+        """
         homes: dict[str, set[int]] = defaultdict(set)
         for at, event in enumerate(self.events):
             if event.phase == Phase.FORWARD and of[at] != EVERYWHERE:
                 homes[event.module].add(of[at])
-        stage = len(self.starts)
+        stage, makers = len(self.starts), dict[int, int]()
         for at, event in enumerate(self.events):
             if event.phase in (Phase.BACKWARD, Phase.RECOMPUTE):
                 home = homes.get(event.module, ())
-                stage = min(stage, *home) if len(home) == 1 else stage
-                of[at] = stage
+                if isinstance(event, Compute):
+                    stage = min(stage, *home) if len(home) == 1 else stage
+                    makers.update(dict.fromkeys(event.outs, stage))
+                made = [makers[i] for i in event.tensors if i in makers] if not isinstance(event, Compute) else []
+                of[at] = max([stage, *made])
 
     def _holders(self, of: Sequence[int]) -> dict[str, tuple[int, ...]]:
         found: dict[str, set[int]] = {t.name: set() for t in self.program.parameters()}

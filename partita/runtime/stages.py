@@ -302,7 +302,7 @@ class Staged(Replay):
             if ("value", v) in self.wanted:
                 self.sent[("value", v)] = t
         for edge in step.edges:
-            if (edge.kind, edge.value) in self.wanted and not edge.again:
+            if (edge.kind, edge.value) in self.wanted and not edge.again and not edge.last:
                 self.sent[edge.kind, edge.value] = self.store[edge.kind, edge.value]
 
     # ---- rehearsing
@@ -340,7 +340,7 @@ class Staged(Replay):
         for v, t in zip(call.outs, results, strict=True):
             shown.forms.setdefault(("value", v), Form.of(t))
         for edge in step.edges:
-            if not edge.again:
+            if not edge.again and not edge.last:
                 shown.forms[edge.kind, edge.value] = Form.of(self.store[edge.kind, edge.value])
         return out
 

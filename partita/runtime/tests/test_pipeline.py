@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import BertConfig
 
 import partita as pt
 from partita.errors import Refused
@@ -247,4 +248,20 @@ def test_what_steers_by_data_is_not_cut():
 @pytest.mark.gloo
 def test_stages_of_a_tensor_axis_pass_on_what_each_rank_holds():
     found = proof(Skips, (4,), {"pp": 2, "tp": 2}, [TensorParallel(), OneFOneB(microbatches=2)], skips_loss)
+    assert found.proved, found.reasons
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("kind", [OneFOneB, ZBV])
+def test_a_gradient_is_summed_before_it_crosses_to_the_stage_before(kind, tmp_path):
+    """BERT normalises after each sum, so the gradient that crosses a cut is the first whole one behind a split region."""
+    config = BertConfig(
+        num_hidden_layers=4, hidden_size=16, intermediate_size=32, num_attention_heads=2, vocab_size=64,
+        max_position_embeddings=16, architectures=["BertForMaskedLM"],
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    work = pt.Workload(f"hf:{tmp_path}/config.json", batch=4, extra={"sequence": 8})
+    mesh = {"pp": 2, "tp": 2}
+    plan = pt.Plan(work, cluster="cpu", mesh=mesh, strategies=[TensorParallel(), kind(microbatches=2)])
+    found = pt.prove(plan)
     assert found.proved, found.reasons
