@@ -7,7 +7,6 @@
 Every rank runs this; rank 0 writes metrics and files. The result is JSON; whole tensors go to a safetensors file.
 """
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -16,8 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from partita.program import Program
-from partita.runtime import saved
+from partita.runtime import metrics, saved
 from partita.runtime.batch import Feed
+from partita.runtime.checkpoint import Saver
 from partita.runtime.evaluate import evaluate
 from partita.runtime.marks import Mark
 from partita.runtime.meter import Meter
@@ -51,7 +51,8 @@ def train_ranks(
         step), `ledger_changes` [[step, ledger]] where it differs from the step before, `heard`, `wire_bytes` (per step, or
         null), `memory` {peak, resident}, `timeline` [[name, phase, start, end]] of the newest step, `interrupted`, `rank`,
         `pid`, `coordinate`, `rule`, `files` {kind: its name in `net.folder`}, `transient` (buffers in the state that are no
-        part of a state dict).
+        part of a state dict), `tied` {name: the first name of the same parameter}, `checkpoints` [{step, bytes,
+        waited_seconds, seconds}] (rank 0's).
     """
     run = _Run(net, subject, strategies, program, training)
     run.train()
@@ -73,7 +74,8 @@ class _Run:
         self.site = self.step.site
         self.optimizer = self.site.optimizer()
         self.rate = Rate(self.optimizer, training.schedule, training.warmup, training.horizon)
-        self.first = saved.resume(self.site, self.optimizer, training.resume) if training.resume else 0
+        self.first = self._filled()
+        self.saver = Saver(net)
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.norms: list[float | None] = []
@@ -83,6 +85,14 @@ class _Run:
         self.interrupted = False
         self.timeline: list[Mark] = []
 
+    def _filled(self) -> int:
+        """Fill the model from where the run starts; returns the steps done before."""
+        if self.training.resume:
+            return saved.resume(self.site, self.optimizer, self.training.resume)
+        if self.training.start:
+            saved.start(self.site, self.training.start)
+        return 0
+
     # ---- running
     def train(self) -> None:
         """All steps."""
@@ -91,7 +101,7 @@ class _Run:
         self._begin_metrics()
         self.wire.start()
         for step in range(self.first, training.steps):
-            stopping.begin(step)
+            stopping.begin(step, failed=self.saver.failed)
             self._one(step)
             self.interrupted = stopping.after(step)
             last = step + 1 == training.steps or self.interrupted
@@ -101,16 +111,18 @@ class _Run:
                 self.wire.stop()
             self._evaluate(step) if evaluates else None
             self._metrics(step)
-            self._save(step) if saves else None
+            self._save(step, last=last) if saves else None
             if last:
                 break
             if evaluates or saves:
                 self.wire.start()
+        self.saver.wait()
         net.notes.doing("gathering results", slow=True)
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, *, last: bool) -> None:
         assert self.training.folder is not None
-        saved.save(self.site, self.optimizer, self.training.folder / "checkpoints", step + 1)
+        folder = self.training.folder / "checkpoints"
+        saved.begin(self.saver, self.site, self.optimizer, folder, step + 1, copy=not last)
 
     def _evaluate(self, step: int) -> None:
         training = self.training
@@ -131,6 +143,8 @@ class _Run:
         measured = number == run - 1
         recorder = Recorder(net.axes, self.site.module) if audit else None
         at = len(net.ledger)
+        if audit or measured:
+            self.saver.rest()
         if measured:
             self.meter.start()
         began = time.perf_counter()
@@ -170,8 +184,9 @@ class _Run:
     def _begin_metrics(self) -> None:
         pids = self.net.gather(os.getpid())
         if self.net.rank == 0 and self.training.folder is not None:
-            self.training.folder.mkdir(parents=True, exist_ok=True)
-            self._line({"ranks": self.net.ranks, "pids": pids, "from_step": self.first})
+            mesh = dict(self.net.mesh.axes)
+            head = {"ranks": self.net.ranks, "pids": pids, "from_step": self.first, "mesh": mesh}
+            metrics.begin(self.training.folder, head)
 
     def _metrics(self, step: int) -> None:
         if self.net.rank:
@@ -185,12 +200,7 @@ class _Run:
             line = {"step": step + 1, "loss": loss, "seconds": self.seconds[-1], "gradient_norm": self.norms[-1]}
             if self.held_out and self.held_out[-1][0] == step + 1:
                 line["held_out_loss"] = self.held_out[-1][1]
-            self._line(line)
-
-    def _line(self, line: dict[str, Any]) -> None:
-        assert self.training.folder is not None
-        with (self.training.folder / "metrics.jsonl").open("a") as f:
-            f.write(json.dumps(line) + "\n")
+            metrics.add(self.training.folder, line)
 
     def result(self) -> dict[str, Any]:
         """What `train_ranks` returns."""
@@ -215,6 +225,8 @@ class _Run:
             "interrupted": self.interrupted,
             "files": files,
             "transient": saved.transient(self.site.module),
+            "tied": saved.tied(self.site.module),
+            "checkpoints": [done.json() for done in self.saver.done],
         }
 
 

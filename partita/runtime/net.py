@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partita.mesh import Mesh
-from partita.runtime.watch import Board, Notes
+from partita.runtime.watch import WORD, Board, Notes
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -86,7 +86,7 @@ class Net:
         self.progress: Callable[[int, float], None] | None = None  # where nobody watches the board
         self.ledger: list[Entry] = []
         board = board or Board(mesh.ranks)
-        self.notes, self.control = Notes(board.slots[rank]), board.control
+        self.notes, self.control, self._board = Notes(board.slots[rank]), board.control, board
         self._quiet = 0
         self._groups = {axis: self._join(axis) for axis, size in mesh.axes if size > 1}
 
@@ -231,6 +231,32 @@ class Net:
             json.loads(row[:n].numpy().tobytes()) for row, n in zip(out.cpu().chunk(self.ranks), sizes.tolist(), strict=True)
         ]
 
+    def leave_word(self, mark: str, value: Any) -> None:
+        """Leave a short JSON value for the other ranks; no collective, from any thread. A later one takes its place.
+
+        Forked ranks leave it in shared memory, which no full disk can fail; ranks of torchrun in the store.
+        """
+        text = json.dumps([mark, value])
+        if not self.forked and self.store is not None:
+            self.store.set(f"partita/word/{mark}/{self.rank}", text)
+            return
+        slot = self._board.slots[self.rank]
+        slot.word, slot.words = text.encode()[: WORD - 1], slot.words + 1
+
+    def words(self, mark: str) -> list[Any] | None:
+        """What every rank has left under this mark; None while one is missing. No collective, from any thread."""
+        if not self.forked and self.store is not None:
+            keys = [f"partita/word/{mark}/{rank}" for rank in range(self.ranks)]
+            if not self.store.check(keys):  # `wait` would keep the store from the other threads
+                return None
+            found = [json.loads(self.store.get(key)) for key in keys]
+        else:
+            slots = self._board.slots
+            if not all(slot.words for slot in slots):
+                return None
+            found = [_read(slot) for slot in slots]
+        return [value for _, value in found] if all(said == mark for said, _ in found) else None
+
     def depart(self) -> None:
         """The last thing a rank does: one that left early would break its neighbours' connections. Not noted."""
         if self.ranks > 1:
@@ -239,3 +265,11 @@ class Net:
     def share(self, value: Any) -> Any:
         """Rank 0's JSON value, on every rank."""
         return self.gather(value if self.rank == 0 else None)[0]
+
+
+def _read(slot: Any) -> list[Any]:
+    """A rank's last word: [mark, value]; of no mark while it is being written."""
+    try:
+        return json.loads(slot.word)
+    except ValueError:
+        return ["", None]

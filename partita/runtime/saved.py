@@ -12,23 +12,38 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from partita.runtime.checkpoint import load, peek, steps
-from partita.runtime.checkpoint import save as write
+from partita.runtime.checkpoint import Placement, Saver, load, peek, steps
 from partita.runtime.index import Index
 from partita.runtime.net import Net
 from partita.runtime.site import Cut, Site
 from partita.runtime.state import cuts_of, gather, gather_held, optimizer_state
+from partita.runtime.weights import fill
 
 KINDS = ("state", "gradients", "optimizer")
 
 
 # ---------------------------------------------------------------- checkpoints
-def save(site: Site, optimizer: torch.optim.Optimizer, root: Path, step: int) -> Path:
-    """A checkpoint after `step` steps, unless there is one; all ranks call it."""
+def begin(saver: Saver, site: Site, optimizer: torch.optim.Optimizer, root: Path, step: int, *, copy: bool = True) -> None:
+    """Start a checkpoint after `step` steps, unless there is one; all ranks call it."""
     if site.net.share(step in steps(root)):
-        return root / f"step-{step}"
+        return
+    tensors, placements, extra = _kept_of(site, optimizer, step)
+    saver.begin(root, step, tensors, placements, extra, copy=copy)
+
+
+def save(site: Site, optimizer: torch.optim.Optimizer, root: Path, step: int) -> None:
+    """A checkpoint after `step` steps, unless there is one, and wait for it; all ranks call it."""
+    saver = Saver(site.net)
+    begin(saver, site, optimizer, root, step, copy=False)
+    saver.wait()
+
+
+def _kept_of(
+    site: Site, optimizer: torch.optim.Optimizer, step: int
+) -> tuple[dict[str, Tensor], dict[str, Placement], dict[str, Any]]:
+    """What a checkpoint holds: tensors, how they are cut, and the rest as JSON."""
     tensors = {f"model/{name}": t for name, t in _tensors(site.module).items()}
-    placements = {f"model/{name}": cuts for name, cuts in site.placements.items()}
+    placements: dict[str, Placement] = {f"model/{name}": cuts for name, cuts in site.placements.items()}
     plain: dict[str, Any] = {}
     for name, key, value, p in _kept(site.module, optimizer):
         if isinstance(value, Tensor):
@@ -43,16 +58,16 @@ def save(site: Site, optimizer: torch.optim.Optimizer, root: Path, step: int) ->
         "optimizer": plain,
         "python": [version, list(numbers), gauss],
         "mesh": [list(a) for a in site.mesh.axes],
+        "tied": tied(site.module),
+        "transient": transient(site.module),
     }
-    return write(root, step, tensors, placements, site.net, extra)
+    return tensors, placements, extra
 
 
 def resume(site: Site, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     """Fill module, optimizer and random state from the newest checkpoint of a folder; returns the steps it had done."""
     found = peek(folder)
-    wanted: dict[str, tuple[Tensor, Sequence[Cut]]] = {
-        f"model/{name}": (t, site.placements.get(name, ())) for name, t in _tensors(site.module).items()
-    }
+    wanted = {f"model/{name}": pair for name, pair in _model(site).items()}
     state = _optimizer_state(site, optimizer, found)
     wanted |= {f"optimizer/{name}/{key}": (t, cuts) for (name, key), (t, cuts) in state.items()}
     draws = _random_wanted(site.net, found)
@@ -66,6 +81,18 @@ def resume(site: Site, optimizer: torch.optim.Optimizer, folder: Path) -> int:
         optimizer.state[named[name]][key] = value
     _set_random_state(site.net, {kind: t for kind, (_, t) in draws.items()}, extra["python"])
     return int(extra["step"])
+
+
+def start(site: Site, file: Path) -> None:
+    """Fill parameters and buffers from a file of the whole model; all ranks call it."""
+    dropped = set(transient(site.module))
+    wanted = {name: pair for name, pair in _model(site).items() if name not in dropped}
+    fill(file, wanted, site.shapes, tied(site.module), site.net)
+
+
+def _model(site: Site) -> dict[str, tuple[Tensor, Placement]]:
+    """Parameters and buffers: name -> (this rank's part, how it is cut)."""
+    return {name: (t, site.placements.get(name, ())) for name, t in _tensors(site.module).items()}
 
 
 def _optimizer_state(
@@ -177,6 +204,13 @@ def transient(module: nn.Module) -> list[str]:
     """Buffers that are not part of the state dict."""
     kept = module.state_dict(keep_vars=True)
     return [name for name, _ in module.named_buffers() if name not in kept]
+
+
+def tied(module: nn.Module) -> dict[str, str]:
+    """Other name -> the first name of the same parameter or buffer, of those in the state dict."""
+    first: dict[int, str] = {}
+    both = module.state_dict(keep_vars=True)
+    return {name: first[id(t)] for name, t in both.items() if isinstance(t, Tensor) and first.setdefault(id(t), name) != name}
 
 
 def whole_gradients(site: Site) -> dict[str, Tensor]:

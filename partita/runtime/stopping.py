@@ -1,4 +1,4 @@
-"""Ctrl-C between ranks: all stop after the same step, and no step carries a message for it.
+"""Ctrl-C, and a checkpoint that failed, between ranks: all stop after the same step, and no step carries a message for it.
 
     rank 0, before step N      asked to stop?  ->  "N is the last"
     the others, after step N   rank 0 has started N for sure (or is waited for)  ->  was N the last?
@@ -20,11 +20,11 @@ class Stopping:
         self.net, self.control = net, net.control
         self.control.listening = 1
 
-    def begin(self, step: int) -> None:
-        """Before step number `step`."""
+    def begin(self, step: int, *, failed: bool = False) -> None:
+        """Before step number `step`; `failed`: rank 0 has seen a checkpoint fail, and this step is the last."""
         if self.net.rank:
             return
-        if self.control.interrupted and not self.control.last:
+        if (self.control.interrupted or failed) and not self.control.last:
             self.control.last = step + 1
             if not self.net.forked and self.net.store is not None:
                 self.net.store.set(KEY, str(step + 1))

@@ -20,6 +20,7 @@ class Training:
         batch_norm: "microbatch" accepts statistics of microbatches.
         folder: The run folder: metrics.jsonl and checkpoints/; None writes none.
         resume: A run folder or checkpoint to go on from.
+        start: A safetensors file of the whole model to start from; not read when resuming.
         save_every: Steps between checkpoints; None means at the end only.
         evaluate_every: Steps between held-out losses; None means at the end only.
         held_out: Held-out batches by number, or None.
@@ -38,6 +39,7 @@ class Training:
     batch_norm: str | None = None
     folder: Path | None = None
     resume: Path | None = None
+    start: Path | None = None
     save_every: int | None = None
     evaluate_every: int | None = None
     held_out: Callable[[int], Batch] | None = None

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 ASK = signal.SIGURG  # ignored by whoever does not listen
 NOTE = 200  # characters of a note
+WORD = 4000  # bytes of a word left for the other ranks
 BUSY = 0.05  # CPU seconds a second, of all ranks together, above which something moves
 
 
@@ -42,6 +43,8 @@ class Slot(ctypes.Structure):
         ("fresh", ctypes.c_double),  # monotonic time of the last answer from a place not seen in this silence
         ("what", ctypes.c_char * NOTE),
         ("where", ctypes.c_char * NOTE),  # the line of the last answer
+        ("words", ctypes.c_long),  # left so far
+        ("word", ctypes.c_char * WORD),  # the last of them, for the other ranks
     ]
 
 

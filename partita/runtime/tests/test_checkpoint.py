@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from partita.errors import RankLost, Refused, RunFailed
 from partita.mesh import Mesh
-from partita.runtime import checkpoint, index
+from partita.runtime import index, saving
 from partita.runtime.boxes import Box, crossing, gap, parts, spans
 from partita.runtime.checkpoint import check, latest, load, peek, read_whole, save, steps
 from partita.runtime.net import Net
@@ -191,7 +191,7 @@ def test_the_newest_stay_and_none_is_overwritten(tmp_path):
 
 def work_die(net, folder, at):
     if net.rank == 0:
-        setattr(checkpoint, at, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        setattr(saving, at, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     work_save(net, folder, 2)
 
 
