@@ -3,21 +3,23 @@
 The prediction is computed and written before the first rank starts; nothing measured in the run enters it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from partita.api.folder import folder_faults, folders, opened, steps_left
+from partita.api.folder import Opening, folder_faults, folders, held, put, steps_left
 from partita.api.own import Batches, Loss, Model, OptimizerFactory, subject_from
 from partita.api.planning import Estimate, estimate, probed, with_workload
 from partita.api.planning import plan as search_plans
 from partita.api.probing import probe
+from partita.api.restarting import Policy, Ran, Restart, policy_faults, run_on
 from partita.cluster import cores
 from partita.cost.figures import Figures
-from partita.errors import Fault, RankLost, RunFailed, refuse
+from partita.errors import Fault, RankLost, Refused, RunFailed, refuse
 from partita.pages.json import dumps
 from partita.plans import Plan
 from partita.program import Program
@@ -25,12 +27,13 @@ from partita.runtime.batch import Feed, divides
 from partita.runtime.capture import capture
 from partita.runtime.checkpoint import steps as steps_of
 from partita.runtime.launch import first_rank, ranks_from_environment
-from partita.runtime.outcome import Outcome, run
+from partita.runtime.outcome import Outcome
 from partita.runtime.programs import dressed
 from partita.runtime.sample import sample
 from partita.runtime.subject import Subject
 from partita.runtime.task import subject_of
 from partita.runtime.training import Training
+from partita.runtime.weights import open_weights, write_model
 from partita.units import format_bytes
 from partita.workload import GPT, Llama, Workload
 
@@ -61,6 +64,8 @@ class Run:
         figures: Measured; their step time is the 10th percentile of the timed steps.
         run_dir: Where it wrote; None if nowhere.
         sample: Of the text it learned.
+        before: Losses of the steps that lost ranks ran for those that went on.
+        restarts: After lost ranks, in order.
     """
 
     plan: Plan
@@ -70,6 +75,8 @@ class Run:
     run_dir: Path | None = None
     sample: str | None = None
     notes: tuple[str, ...] = field(default=())
+    before: tuple[float, ...] = ()
+    restarts: tuple[Restart, ...] = ()
 
     @property
     def speaks(self) -> bool:
@@ -79,7 +86,7 @@ class Run:
     @property
     def losses(self) -> list[float]:
         """The global loss of every step, as one device computes it."""
-        return self.outcome.losses if self.outcome else []
+        return [*self.before, *self.outcome.losses] if self.outcome else []
 
     @property
     def error(self) -> dict[str, float]:
@@ -93,6 +100,11 @@ class Run:
     def gradients(self) -> dict[str, Tensor]:
         """Whole gradients of the last step; needs ``keep_gradients=True``."""
         return self._kept("gradients")
+
+    def export(self, file: str | Path) -> Path:
+        """Write the whole model as one safetensors file, as `partita show DIR --export FILE` does."""
+        tied = self.outcome.results[0]["tied"] if self.outcome else {}
+        return write_model(self.state_dict(), tied, Path(file), once=stored_once(self.plan))
 
     def _kept(self, kind: str) -> dict[str, Tensor]:
         if self.outcome is None or kind not in self.outcome.tensors:
@@ -109,7 +121,7 @@ class Run:
         outcome, held = self.outcome, self.outcome.results[0]["held_out"]
         return {
             "steps": outcome.results[0]["first"] + len(outcome.losses),
-            "losses": outcome.losses,
+            "losses": self.losses,
             "held_out_loss": held[-1][1] if held else None,
             "step_seconds": outcome.median,
             "step_seconds_p10": self.figures.step_seconds,
@@ -121,6 +133,8 @@ class Run:
             "error": self.error,
             "run_dir": str(self.run_dir) if self.run_dir else None,
             "interrupted": outcome.interrupted,
+            "checkpoints": outcome.results[0]["checkpoints"],
+            "restarts": [restart.json() for restart in self.restarts],
             "sample": self.sample,
             "notes": list(self.notes),
         }
@@ -141,6 +155,9 @@ def train(  # noqa: PLR0913 - the contract's keywords
     data: str | None = None,
     out: str | Path | None = None,
     resume: str | Path | None = None,
+    start: str | Path | None = None,
+    restarts: int = 0,
+    shrink: bool = False,
     save_every: int | None = None,
     eval_every: int | None = None,
     dry_run: bool = False,
@@ -162,6 +179,9 @@ def train(  # noqa: PLR0913 - the contract's keywords
         data: A text file or folder, for the main job.
         out: The run folder; must not exist or be empty.
         resume: A run folder to go on from.
+        start: A model file (model.safetensors, or its folder) to start from, with a fresh optimizer.
+        restarts: How often to go on by itself after a lost rank, from the newest good checkpoint.
+        shrink: Go on with a smaller data axis after the first lost rank; else when the same rank is lost again.
         save_every, eval_every: Steps between checkpoints and held-out losses; None means at the end.
         dry_run: Predict, and start no rank.
         progress: Told of every step.
@@ -184,7 +204,9 @@ def train(  # noqa: PLR0913 - the contract's keywords
     )
     training = _completed(asked, plan, subject, own=own)
     folder, source = folders(plan, out, resume, own=own)
-    refuse([*steps_left(source, training.steps), *folder_faults(folder, source)])
+    policy = Policy(restarts, shrink, _sayer(progress))
+    refuse([*steps_left(source, training.steps), *folder_faults(folder, source), *policy_faults(policy)])
+    beginning = _started(start, source)
     if plan.cluster == "here" and not dry_run and not probed() and ranks_from_environment() is None:
         probe(quick=True)
     program, subject = _captured(plan, subject, training, own=own)
@@ -192,19 +214,44 @@ def train(  # noqa: PLR0913 - the contract's keywords
     refuse(_room(predicted))
     if dry_run:
         return Run(plan, predicted, notes=("a dry run: no rank was started",))
-    if folder is not None:
-        opened(folder, plan, predicted)
-    training = replace(training, folder=folder, resume=source)
+    training = replace(training, folder=folder, resume=source, start=beginning)
+    with _opened(folder, plan, predicted):
+        try:
+            ran = run_on(plan, subject, program, training, policy, _teller(progress, training))
+        except RunFailed as failed:
+            raise _with_a_way_on(failed, folder) from failed
+        return _told(ran, subject, predicted, program, folder, own=own)
+
+
+@contextmanager
+def _opened(folder: Path | None, plan: Plan, predicted: Estimate) -> Iterator[None]:
+    """The run folder, for this run alone; left as it was found if the ranks refuse the input."""
+    if folder is None:
+        yield
+        return
+    opening = Opening(folder)
     try:
-        outcome = run(plan.mesh, subject, plan.strategies, program, training, progress=_teller(progress, training))
-    except RunFailed as failed:
-        raise _with_a_way_on(failed, folder) from failed
-    text = _sample(plan, subject, outcome) if not own else None
-    done = Run(plan, predicted, outcome, outcome.figures(), folder, text, predicted.figures.notes)
+        with held(opening.make()):
+            opening.write(plan, predicted)
+            yield
+    except Refused:
+        opening.undo()
+        raise
+
+
+def _told(ran: Ran, subject: Subject, predicted: Estimate, program: Program, folder: Path | None, *, own: bool) -> Run:
+    """What the run came to, with its summary written."""
+    outcome, text = ran.outcome, _sample(ran.plan, subject, ran.outcome) if not own else None
+    said = predicted if ran.plan.mesh == predicted.plan.mesh else estimate(ran.plan, program)
+    notes = (*said.figures.notes, *(str(restart) for restart in ran.restarts))
+    done = Run(ran.plan, said, outcome, outcome.figures(), folder, text, notes, ran.before, ran.restarts)
     if folder is not None and done.speaks:
-        (folder / "summary.json").write_text(dumps(_movable(done.json())) + "\n")
-        timelines = {str(r["rank"]): r["timeline"] for r in outcome.results}
-        (folder / "timeline.json").write_text(dumps(timelines) + "\n")
+        try:
+            put(folder / "summary.json", dumps(_movable(done.json())) + "\n")
+            timelines = {str(r["rank"]): r["timeline"] for r in outcome.results}
+            put(folder / "timeline.json", dumps(timelines) + "\n")
+        except OSError as error:
+            raise _with_a_way_on(RunFailed(f"cannot write the summary of {str(folder)!r}: {error.strerror}"), folder) from None
     if outcome.interrupted:
         at = f"; go on with: partita train --resume {folder}" if folder else ""
         raise KeyboardInterrupt(f"stopped after step {done.json()['steps']}{at}")
@@ -256,6 +303,25 @@ def _captured(plan: Plan, subject: Subject, training: Training, *, own: bool) ->
     return replace(dressed(program, like), microbatches=training.microbatches, clip=training.clip is not None), subject
 
 
+def _started(start: str | Path | None, source: Path | None) -> Path | None:
+    """The model file to start from, once it can be opened."""
+    if start is None:
+        return None
+    if source is not None:
+        law = "a resumed run has its parameters from its checkpoint"
+        cure = "one of the two: --resume goes on, --from starts anew"
+        refuse(
+            [Fault("P112", "a run cannot both start from a model file and go on from a checkpoint", "", law, cure, "--from")]
+        )
+    open_weights(Path(start))
+    return Path(start).resolve()
+
+
+def stored_once(plan: Plan) -> bool:
+    """Whether a model file of the plan has each tied tensor once: as transformers stores it."""
+    return plan.workload is not None and plan.workload.model.startswith("hf:")
+
+
 def _room(predicted: Estimate) -> list[Fault]:
     figures = predicted.figures
     if figures.fits:
@@ -286,6 +352,10 @@ def _teller(progress: Told | None, training: Training) -> Callable[[int, float],
     if progress is None:
         return None
     return lambda step, loss: progress({"step": step, "steps": training.steps, "loss": loss})
+
+
+def _sayer(progress: Told | None) -> Callable[[Restart], None]:
+    return lambda restart: progress({"step": restart.step, "notice": str(restart)}) if progress else None
 
 
 def _sample(plan: Plan, subject: Subject, outcome: Outcome) -> str | None:
