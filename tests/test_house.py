@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = sorted(p for p in (ROOT / "partita").rglob("*.py") if "tests" not in p.parts)
 FRONTS = {"partita/__init__.py", "partita/strategies/__init__.py", "partita/cli/main.py"}  # resolve names late
 LATE = {  # import by name, each with its reason
+    "partita/cli/show.py",  # an export needs torch, no other fact does
     "partita/runtime/models/factory.py",  # a user's own `python:` factory
     "partita/runtime/programs.py",  # a program from the cache needs no torch
     "partita/runtime/task.py",  # transformers, for hf: models alone

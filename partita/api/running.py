@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from partita.api.exporting import export_run
 from partita.api.folder import Opening, folder_faults, folders, held, put, steps_left
 from partita.api.own import Batches, Loss, Model, OptimizerFactory, subject_from
 from partita.api.planning import Estimate, estimate, probed, with_workload
@@ -33,7 +34,7 @@ from partita.runtime.sample import sample
 from partita.runtime.subject import Subject
 from partita.runtime.task import subject_of
 from partita.runtime.training import Training
-from partita.runtime.weights import open_weights, write_model
+from partita.runtime.weights import open_weights
 from partita.units import format_bytes
 from partita.workload import GPT, Llama, Workload
 
@@ -104,7 +105,7 @@ class Run:
     def export(self, file: str | Path) -> Path:
         """Write the whole model as one safetensors file, as `partita show DIR --export FILE` does."""
         tied = self.outcome.results[0]["tied"] if self.outcome else {}
-        return write_model(self.state_dict(), tied, Path(file), once=stored_once(self.plan))
+        return export_run(self.plan, self.state_dict(), tied, Path(file))
 
     def _kept(self, kind: str) -> dict[str, Tensor]:
         if self.outcome is None or kind not in self.outcome.tensors:
@@ -205,8 +206,8 @@ def train(  # noqa: PLR0913 - the contract's keywords
     training = _completed(asked, plan, subject, own=own)
     folder, source = folders(plan, out, resume, own=own)
     policy = Policy(restarts, shrink, _sayer(progress))
-    refuse([*steps_left(source, training.steps), *folder_faults(folder, source), *policy_faults(policy)])
     beginning = _started(start, source)
+    refuse([*steps_left(source, training.steps), *folder_faults(folder, source), *policy_faults(policy)])
     if plan.cluster == "here" and not dry_run and not probed() and ranks_from_environment() is None:
         probe(quick=True)
     program, subject = _captured(plan, subject, training, own=own)
@@ -241,7 +242,8 @@ def _opened(folder: Path | None, plan: Plan, predicted: Estimate) -> Iterator[No
 
 def _told(ran: Ran, subject: Subject, predicted: Estimate, program: Program, folder: Path | None, *, own: bool) -> Run:
     """What the run came to, with its summary written."""
-    outcome, text = ran.outcome, _sample(ran.plan, subject, ran.outcome) if not own else None
+    outcome = ran.outcome
+    text = _sample(ran.plan, subject, outcome) if not own and not outcome.interrupted else None
     said = predicted if ran.plan.mesh == predicted.plan.mesh else estimate(ran.plan, program)
     notes = (*said.figures.notes, *(str(restart) for restart in ran.restarts))
     done = Run(ran.plan, said, outcome, outcome.figures(), folder, text, notes, ran.before, ran.restarts)
@@ -315,11 +317,6 @@ def _started(start: str | Path | None, source: Path | None) -> Path | None:
         )
     open_weights(Path(start))
     return Path(start).resolve()
-
-
-def stored_once(plan: Plan) -> bool:
-    """Whether a model file of the plan has each tied tensor once: as transformers stores it."""
-    return plan.workload is not None and plan.workload.model.startswith("hf:")
 
 
 def _room(predicted: Estimate) -> list[Fault]:

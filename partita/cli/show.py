@@ -1,6 +1,7 @@
 """`partita show`: facts about a name, a plan or a run folder, with sources."""
 
 import argparse
+import importlib
 import shutil
 import sys
 from pathlib import Path
@@ -22,6 +23,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="NAME|PLAN|DIR", nargs="?", help=what)
     parser.add_argument("--html", metavar="FILE", help="a report page (not available yet)")
     parser.add_argument("--trace", metavar="FILE", help="write the timeline of a plan, and of its run, as a Chrome trace")
+    what = "write the model of a run folder, or of one checkpoint, as one model.safetensors"
+    parser.add_argument("--export", metavar="FILE", help=what)
     shared(parser)
 
 
@@ -29,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         law = "this version writes text, JSON and traces"
         raise Refused(Fault("P115", "there is no HTML page yet", law=law, cure="--json, or --trace FILE", at="--html"))
+    if args.export:
+        return _export(args)
     got = _facts(args)
     if args.trace:
         _trace(args)
@@ -68,6 +73,22 @@ def _facts(args: argparse.Namespace) -> dict[str, Any]:
         cure = close if close.endswith("?") else "partita show lists every name"
         raise Refused(Fault("P107", f"unknown name {args.what!r}", law=law, cure=cure, at="partita show"))
     return found
+
+
+def _export(args: argparse.Namespace) -> int:
+    """The model of a run folder or a checkpoint, as a file."""
+    if args.what is None or not Path(args.what).is_dir():
+        law = "a model is exported from a run folder or from one of its checkpoints"
+        cure = "partita show DIR --export model.safetensors"
+        raise Refused(Fault("P119", "--export needs a run folder", law=law, cure=cure, at="--export"))
+    written = exporting().export(args.what, writable(args.export, "--export"))
+    print(json.dumps({"exported": list(map(str, written))}) if args.json else "\n".join(f"  wrote {path}" for path in written))
+    return 0
+
+
+def exporting() -> Any:
+    """The room that exports, which needs torch as no other fact does."""
+    return importlib.import_module("partita.api.exporting")
 
 
 def _trace(args: argparse.Namespace) -> None:

@@ -43,6 +43,7 @@ from partita.runtime.sharing import Held, held_of
 
 __all__ = ["Placement", "Saver", "check", "latest", "load", "opened", "peek", "read_whole", "save", "steps"]
 
+SHOWN = 12  # faults a refusal lists
 Wanted = Mapping[str, tuple[Tensor, Placement]]
 
 
@@ -99,7 +100,8 @@ def _refuse(faults: Sequence[Fault], checkpoint: Path, net: Net) -> None:
     if any(net.gather(bool(found))):
         cure = net.share(older(checkpoint) if net.rank == 0 else None)
         found = list(dict.fromkeys(Fault(**f) for told in net.gather(list(map(asdict, found))) for f in told))
-        raise Refused(*cured(found, cure))
+        more = [bad(checkpoint, f"{len(found) - SHOWN} more tensors differ")] if len(found) > SHOWN else []
+        raise Refused(*cured([*found[:SHOWN], *more], cure))
 
 
 def _misfits(index: Index, wanted: Wanted, reach: Mapping[str, list[int]], spare: Sequence[str]) -> list[Fault]:

@@ -123,7 +123,7 @@ def older(checkpoint: Path) -> str:
     good = next((s for s in reversed(below) if not check(checkpoint.parent / f"step-{s}")), None)
     if good is None:
         return "no older checkpoint here is good: start again, or bring the files back from a copy"
-    return f"resume from step-{good}, which is good: move {checkpoint.name} out of {str(checkpoint.parent)!r}"
+    return f"resume from step-{good}, which is good, once this one is set aside: mv {checkpoint} {checkpoint}.bad"
 
 
 # ---------------------------------------------------------------- reading

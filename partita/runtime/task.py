@@ -1,6 +1,7 @@
 """The subject a workload describes: a catalogue model, a transformers config, or a user's own factory."""
 
 import importlib
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,10 +40,19 @@ def subject_of(workload: Workload, *, synthetic: bool = False) -> Subject:
     return Subject(make, batches, token_loss, optimizer_of(workload), ("tokens",), hints_of(spec), held_out)
 
 
+def config_text(workload: Workload) -> str:
+    """The config.json of an `hf:` workload, with what the plan overrides."""
+    return _room(workload).config_text(workload)
+
+
 def _transformers(workload: Workload, *, synthetic: bool) -> Subject:
     """A module of transformers, which is loaded only when asked for."""
+    return _room(workload).subject(workload, synthetic)
+
+
+def _room(workload: Workload) -> Any:
     try:
-        room = importlib.import_module("partita.runtime.models.hugging_face")
+        return importlib.import_module("partita.runtime.models.hugging_face")
     except ModuleNotFoundError as missing:
         if missing.name != "transformers":
             raise
@@ -51,4 +61,3 @@ def _transformers(workload: Workload, *, synthetic: bool) -> Subject:
         raise Refused(
             Fault("P108", f"{workload.model!r} needs transformers", "it is not installed", law, cure, "workload.model")
         ) from None
-    return room.subject(workload, synthetic)

@@ -83,6 +83,16 @@ def config_of(workload: Workload) -> Any:
     return transformers.AutoConfig.for_model(kind, **table)
 
 
+def config_text(workload: Workload) -> str:
+    """The config.json that stands beside a model file, as transformers writes it."""
+    config = config_of(workload)
+    kind, _ = _kind(config, workload)
+    config.architectures = [kind._model_mapping[type(config)].__name__]
+    config.dtype = workload.dtype
+    config.use_cache = True
+    return config.to_json_string(use_diff=True)
+
+
 def _overrides(workload: Workload) -> dict[str, Any]:
     """The fields of the catalogue spec, as keys of the config."""
     spec = workload.spec

@@ -1,5 +1,7 @@
 """Checkpoints: bit-equal under any other split, whole or not at all, and nothing believed that is not what was written."""
 
+import hashlib
+import io
 import itertools
 import json
 import os
@@ -271,7 +273,38 @@ def wrong_byte(file):
     file.write_bytes(raw)
 
 
+class Bomb:
+    """A pickle that leaves a trace if anybody loads it."""
+
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+def replaced(folder, raw):
+    """Another file in the place of a shard, with an index that vouches for it."""
+    (folder / "rank-0.safetensors").write_bytes(raw)
+    size, digest = len(raw), hashlib.sha256(raw).hexdigest()
+    edited(folder, lambda table: table["files"].update({"rank-0.safetensors": [size, digest]}))
+
+
+def archive():
+    file = io.BytesIO()
+    torch.save(Bomb(), file)
+    return file.getvalue()
+
+
+def of_another(folder):
+    """The index of another model's checkpoint."""
+    tensors = {"other.weight": torch.ones(3, 3)}
+    save(folder.parent / "another", 2, tensors, {}, Net(ALONE, 0), {})
+    (folder / "index.json").write_bytes((folder.parent / "another/step-2/index.json").read_bytes())
+
+
 DAMAGE = {
+    "pickle": (lambda d: replaced(d, pickle.dumps(Bomb())), "'rank-0.safetensors' cannot be read"),
+    "pickle in torch's archive": (lambda d: replaced(d, archive()), "'rank-0.safetensors' cannot be read"),
+    "index of another model": (of_another, "'rank-0.safetensors' is longer than what was written"),
+    "no index": (lambda d: (d / "index.json").write_bytes(b""), "index.json cannot be read"),
     "truncated": (lambda d: os.truncate(d / "rank-0.safetensors", 100), "'rank-0.safetensors' is truncated"),
     "longer": (lambda d: os.truncate(d / "rank-0.safetensors", 1 << 20), "longer than what was written"),
     "altered": (lambda d: wrong_byte(d / "rank-0.safetensors"), "'rank-0.safetensors' was altered"),
@@ -298,7 +331,8 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_refused_by_name_and_the_older_good_one_is_offered(damage, tmp_path):
+def test_damage_is_refused_by_name_and_the_older_good_one_is_offered(damage, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     saved(tmp_path, 1)
     do, expected = DAMAGE[damage]
     do(saved(tmp_path, 2))
@@ -310,6 +344,9 @@ def test_damage_is_refused_by_name_and_the_older_good_one_is_offered(damage, tmp
     assert check(tmp_path / "step-2")
     with pytest.raises(Refused, match="P117"):
         read_whole(tmp_path)
+    assert not (tmp_path / "executed").exists()
+    (tmp_path / "step-2").rename(tmp_path / "step-2.bad")  # as the cure says
+    assert work_load(Net(ALONE, 0), tmp_path)
 
 
 def test_a_link_out_of_the_folder_is_refused(tmp_path):
@@ -318,6 +355,16 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path):
     (folder / "rank-0.safetensors").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(Refused, match=r"not in its folder[\s\S]*start again"):
         read_whole(folder)
+
+
+def test_a_linked_checkpoint_is_read_and_never_removed(tmp_path):
+    saved(tmp_path / "archive", 3)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/step-3").symlink_to(tmp_path / "archive/step-3")
+    assert work_load(Net(ALONE, 0), tmp_path / "run")
+    for step in (4, 5, 6):
+        saved(tmp_path / "run", step)
+    assert steps(tmp_path / "run") == [3, 5, 6]
 
 
 def damaged_load(net, folder):
