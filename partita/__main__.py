@@ -1,7 +1,5 @@
 """`python -m partita`, as torchrun starts it."""
 
-import sys
+from partita.cli.main import entry
 
-from partita.cli.main import main
-
-sys.exit(main())
+entry()

@@ -88,13 +88,16 @@ def death(folder: Path, drawn: random.Random, *, saving: bool) -> dict:
     victim = drawn.randrange(len(alive))
     os.kill(alive[victim], signal.SIGKILL)
     began = time.perf_counter()
-    _, said = run.communicate(timeout=120)
+    first = run.stderr.readline()
+    message = time.perf_counter() - began
+    said = first + run.communicate(timeout=120)[1]
     left = steps(root)
     stepped = bool(head) and json.loads(head[0])["pids"] == alive
     return {
         "victim": victim,
         "writing": writing,
         "stepped": stepped,
+        "message": message,
         "seconds": time.perf_counter() - began,
         "exit": run.returncode,
         "named": f"rank {victim} of 2 was killed by SIGKILL" in said,
@@ -145,6 +148,7 @@ def soak(folder: Path, kills: int, seed: int) -> tuple[list[dict], dict]:
 def rows_of(deaths: list[dict], end: dict) -> list[dict]:
     count = lambda key: sum(bool(d[key]) for d in deaths)
     n, slowest = len(deaths), max(d["seconds"] for d in deaths)
+    told = max(d["message"] for d in deaths)
     lost = sum(d["lost"] for d in deaths)
     places = f"{count('writing')} while writing a checkpoint, {n - count('stepped')} in set-up"
     return [
@@ -155,6 +159,7 @@ def rows_of(deaths: list[dict], end: dict) -> list[dict]:
             f"{sum(d['exit'] == 1 and d['named'] for d in deaths)} of {n}",
             held=all(d["exit"] == 1 and d["named"] for d in deaths),
         ),
+        row("slowest message after a death (s)", f"<= {LIMIT:g}", round(told, 2), held=told <= LIMIT),
         row("slowest end after a death (s)", f"<= {LIMIT:g}", round(slowest, 2), held=slowest <= LIMIT),
         row("finished checkpoints lost", "0", lost, held=lost == 0),
         row(

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from partita import __version__
 from partita.cli.parser import Parser
@@ -46,6 +47,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def entry() -> NoReturn:
+    """A command as a process of its own: one whose run has ended early ends at once.
+
+    Its ranks are gone and nothing is left to close, but taking torch down would cost most of a second of CPU, and many on a
+    machine that is busy.
+    """
+    code = main()
+    if code in (1, 130):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def _run(argv: list[str]) -> int:
     chosen = next((word for word in argv if not word.startswith("-")), None)
     parser = Parser(prog="partita", description="Plan, predict, run and prove any parallel training, from one description.")
@@ -76,4 +91,4 @@ def _run(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()
