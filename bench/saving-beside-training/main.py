@@ -80,7 +80,7 @@ def main() -> int:
     share = of("beside", "waited") / of("waited for", "waited")
     ms = lambda seconds: f"{1e3 * seconds:.1f}"
     rows = [
-        row("bytes of a checkpoint (MiB)", "", round(size / 2**20, 1), held=size > 0),
+        {"what": "bytes of a checkpoint (MiB)", "measured": round(size / 2**20, 1)},
         row("training stands still for a save, beside / waited for", f"<= {SHARE}", round(share, 3), held=share <= SHARE),
         {
             "what": "training stands still (ms): beside, waited for",
