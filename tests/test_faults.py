@@ -16,7 +16,7 @@ from torch import nn
 
 import partita as pt
 from partita.errors import RankLost, Refused, RunFailed
-from partita.runtime import metrics, saving
+from partita.runtime import metrics, saved, saving
 from partita.runtime.checkpoint import check, steps
 from partita.strategies import DDP, TensorParallel
 
@@ -214,6 +214,54 @@ def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_taken(monkeypatch, w
     assert "damaged and set aside: step-6.bad" in str(restart)
     same(run, whole(dp=2))
     assert len(run.losses) == STEPS
+
+
+def test_a_rank_lost_after_the_last_step_costs_no_step(monkeypatch, whole, tmp_path):
+    marker = tmp_path / "once"
+
+    def once():
+        if not marker.exists():
+            marker.touch()
+            die()
+
+    at_call(monkeypatch, "collect", 1, once, saved)
+    with pytest.raises(RankLost, match="all 8 steps are done and saved: partita show"):
+        train({"dp": 2}, tmp_path / "first")
+    marker.unlink()
+    run = train({"dp": 2}, tmp_path / "run", restarts=1)
+    same(run, whole(dp=2))
+    assert run.restarts[0].step == STEPS
+    assert run.json()["steps"] == STEPS
+    assert (tmp_path / "run/summary.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_restarted_too(whole, tmp_path):
+    def look(line):
+        if "notice" not in line and line["step"] >= 10 and not stopped:
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            stopped.append(os.kill(int(children[0]), signal.SIGSTOP))
+
+    stopped = []
+    run = restarting({"dp": 2}, tmp_path / "run", restarts=1, progress=look)
+    assert "rank 0 of 2 is stopped" in run.restarts[0].why
+    assert len(run.losses) == 60
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_save_and_resume_too(tmp_path):
+    (tmp_path / "plan.toml").write_text("partita = 1\n" + PLAN)
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", "-m", "partita", "train"]
+    for more in (["plan.toml", "--steps", "6", "--save-every", "2", "-o", "run"], ["--resume", "run", "--steps", "8"]):
+        done = subprocess.run([*torchrun, *more], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert steps(tmp_path / "run/checkpoints") == [6, 8]
+    assert not check(tmp_path / "run/checkpoints/step-8")
+    assert told(tmp_path / "run")[1] == list(range(1, 9))
+    done = subprocess.run(
+        [*torchrun, "--resume", "run", "--restart", "1"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert "torchrun --max-restarts N" in done.stderr
 
 
 def test_one_loss_too_many_ends_the_run(tmp_path):

@@ -38,7 +38,7 @@ def folders(plan: Plan, out: str | Path | None, resume: str | Path | None, *, ow
 
 
 def folder_faults(folder: Path | None, source: Path | None) -> list[Fault]:
-    if folder is None or folder == source or not folder.exists():
+    if folder is None or folder == source or not folder.exists() or not first_rank():  # the first may have made it
         return []
     if folder.is_dir() and not any(folder.iterdir()):
         return []

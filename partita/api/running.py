@@ -220,7 +220,7 @@ def train(  # noqa: PLR0913 - the contract's keywords
         try:
             ran = run_on(plan, subject, program, training, policy, _teller(progress, training))
         except RunFailed as failed:
-            raise _with_a_way_on(failed, folder) from failed
+            raise _with_a_way_on(failed, folder, training.steps) from failed
         return _told(ran, subject, predicted, program, folder, own=own)
 
 
@@ -253,7 +253,8 @@ def _told(ran: Ran, subject: Subject, predicted: Estimate, program: Program, fol
             timelines = {str(r["rank"]): r["timeline"] for r in outcome.results}
             put(folder / "timeline.json", dumps(timelines) + "\n")
         except OSError as error:
-            raise _with_a_way_on(RunFailed(f"cannot write the summary of {str(folder)!r}: {error.strerror}"), folder) from None
+            failed = RunFailed(f"cannot write the summary of {str(folder)!r}: {error.strerror}")
+            raise _with_a_way_on(failed, folder, done.json()["steps"]) from None
     if outcome.interrupted:
         at = f"; go on with: partita train --resume {folder}" if folder else ""
         raise KeyboardInterrupt(f"stopped after step {done.json()['steps']}{at}")
@@ -329,10 +330,14 @@ def _room(predicted: Estimate) -> list[Fault]:
     return [Fault("P111", "the plan does not fit", have, law, "a smaller batch, accumulate, more ranks", "workload.batch")]
 
 
-def _with_a_way_on(failed: RunFailed, folder: Path | None) -> RunFailed:
+def _with_a_way_on(failed: RunFailed, folder: Path | None, steps: int) -> RunFailed:
     """The failure with what to do next: from the last checkpoint, if there is one."""
     kept = steps_of(folder / "checkpoints") if folder is not None else []
-    if kept:
+    if kept and kept[-1] >= steps:
+        cure = (
+            f"all {steps} steps are done and saved: partita show {folder} --export FILE, or --resume {folder} with more --steps"
+        )
+    elif kept:
         cure = f"partita train --resume {folder} goes on from step {kept[-1]}"
     else:
         cure = "no checkpoint was written yet; --save-every K writes one every K steps"

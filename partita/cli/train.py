@@ -12,6 +12,7 @@ from partita.cli.parser import count, overrides, quoted, read_plan, shared, spok
 from partita.errors import Fault, refuse
 from partita.pages import json, text
 from partita.plans import Plan, read_workload
+from partita.runtime.launch import ranks_from_environment
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,6 +81,9 @@ def _data(args: argparse.Namespace) -> str | None:
 
 def _out_faults(out: str | None) -> list[Fault]:
     path = Path(out) if out else None
+    launched = ranks_from_environment()
+    if launched is not None and launched.rank:  # the first of torchrun's ranks looks, and may have made it by now
+        return []
     if path is None or not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return []
     have = f"{len(list(path.iterdir()))} entries" if path.is_dir() else "a file"

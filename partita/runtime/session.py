@@ -25,6 +25,7 @@ from partita.runtime import saved
 from partita.runtime.batch import Batch, Share, divides, samples_of, taken
 from partita.runtime.batch_form import Form, LossFunction
 from partita.runtime.capture import capture
+from partita.runtime.checkpoint import peek
 from partita.runtime.net import Net
 from partita.runtime.norm import clip, clip_faults, global_norm
 from partita.runtime.prepare import prepare
@@ -71,6 +72,7 @@ class Session:
         self._optimizer: torch.optim.Optimizer | None = None
         self._make: MakeOptimizer | None = None
         self._done = 0
+        self._resumed: Path | None = None
 
     # ---- the verbs
     def wrap(self, model: nn.Module, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -142,6 +144,15 @@ class Session:
         dropped = set(saved.transient(self._model))
         return {name: t for name, t in saved.whole_state(self._step.site).items() if name not in dropped}
 
+    def resume(self, folder: str | Path) -> int:
+        """Go on from the newest checkpoint of a folder; returns the steps it had done.
+
+        All ranks call it, before the first step: module, optimizer and random state are filled once that has cut the module.
+        """
+        assert self._step is None, "resume comes before the first step"
+        self._resumed, self._done = Path(folder), peek(Path(folder)).step
+        return self._done
+
     def save(self, folder: str | Path, step: int) -> None:
         """A checkpoint under a folder. All ranks call it, after the first step."""
         assert self._step is not None, "there is nothing to save before the first step"
@@ -176,6 +187,8 @@ class Session:
         for group in self._optimizer.param_groups:
             held = [p for p in group["params"] if before.get(id(p)) in after or id(p) not in before]  # of this rank's stages
             group["params"] = [after[before[id(p)]] if id(p) in before else p for p in held]
+        if self._resumed is not None:
+            saved.resume(step.site, self._optimizer, self._resumed)
         return step
 
 

@@ -146,6 +146,32 @@ def test_a_batch_that_does_not_divide_is_refused():
         run_ranks(Mesh.of({"dp": 2}), work)
 
 
+def told(mesh, strategies, steps, folder=None, save=False):
+    """Losses of a loop that goes on from a folder, if there is one."""
+
+    def story(net):
+        session = Session(net, strategies)
+        model, opt = session.wrap(make(), optimizer)
+        done = session.resume(folder) if folder and not save else 0
+        losses = []
+        for x, y in session.shard(list(pairs(steps))[done:]):
+            losses.append(float(session.step(model, (x, y), FORMS["tuple"][1])))
+            opt.step()
+            opt.zero_grad()
+        if save:
+            session.save(folder, steps)
+        return losses
+
+    return run_ranks(Mesh.of(mesh), story)[0]
+
+
+def test_a_story_goes_on_from_a_checkpoint_under_any_split(tmp_path):
+    whole = told({"dp": 2}, [DDP()], 5)
+    assert told({"dp": 2}, [DDP()], 3, tmp_path, save=True) == whole[:3]
+    assert told({"dp": 2}, [DDP()], 5, tmp_path) == whole[3:]
+    assert told({"tp": 2}, [TensorParallel()], 5, tmp_path) == pytest.approx(whole[3:], rel=1e-12)
+
+
 def test_a_story_can_save(tmp_path):
     def work(net):
         session = Session(net, [TensorParallel()])
