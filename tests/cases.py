@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import partita as pt
-from partita.api.running import Run
+from partita.api.run import Run
 from partita.errors import Refused
 from partita.strategies import DDP, TensorParallel
 

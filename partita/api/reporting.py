@@ -4,7 +4,7 @@ from typing import Any
 
 from partita.api.planning import Estimate
 from partita.api.probing import Probe
-from partita.api.running import Run
+from partita.api.run import Run
 from partita.pages import text
 from partita.pages.json import choices_json
 from partita.proof.prove import Proof
