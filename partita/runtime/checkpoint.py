@@ -13,16 +13,18 @@ ranks were that wrote them. All ranks share one filesystem.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from partita.errors import Fault, Refused
+from partita.errors import Fault, Refused, refuse
 from partita.runtime.boxes import Placement, crossing
+from partita.runtime.differing import Kind, differences, word
 from partita.runtime.index import (
+    DTYPES,
     Index,
     Stored,
     bad,
@@ -43,7 +45,6 @@ from partita.runtime.sharing import Held, held_of
 
 __all__ = ["Placement", "Saver", "check", "latest", "load", "opened", "peek", "read_whole", "save", "steps"]
 
-SHOWN = 12  # faults a refusal lists
 Wanted = Mapping[str, tuple[Tensor, Placement]]
 
 
@@ -69,14 +70,11 @@ def load(folder: Path, wanted: Wanted, net: Net, *, spare: Sequence[str] = ()) -
     with slow(net, f"loading {checkpoint.name}"):
         index, shards, faults = _examined(checkpoint, net)
         held = {name: held_of(t, placement) for name, (t, placement) in wanted.items()}
-        told = net.gather({"faults": list(map(asdict, faults)), "reach": {name: h.extent for name, h in held.items()}})
+        reach = {name: [word(wanted[name][0].dtype), h.extent] for name, h in held.items()}
+        told = net.gather({"faults": list(map(asdict, faults)), "reach": reach})
         _refuse([Fault(**f) for t in told for f in t["faults"]], checkpoint, net)
         assert index is not None
-        reach: dict[str, list[int]] = {}
-        for t in told:
-            for name, far in t["reach"].items():
-                reach[name] = list(map(max, reach[name], far)) if name in reach and len(reach[name]) == len(far) else far
-        _refuse(_misfits(index, wanted, reach, spare), checkpoint, net)
+        refuse(_misfits(index, [t["reach"] for t in told], spare))
         for name, (t, _) in wanted.items():
             stored = index.find(name)
             assert stored is not None
@@ -100,30 +98,22 @@ def _refuse(faults: Sequence[Fault], checkpoint: Path, net: Net) -> None:
     if any(net.gather(bool(found))):
         cure = net.share(older(checkpoint) if net.rank == 0 else None)
         found = list(dict.fromkeys(Fault(**f) for told in net.gather(list(map(asdict, found))) for f in told))
-        more = [bad(checkpoint, f"{len(found) - SHOWN} more tensors differ")] if len(found) > SHOWN else []
-        raise Refused(*cured([*found[:SHOWN], *more], cure))
+        raise Refused(*cured(found, cure))
 
 
-def _misfits(index: Index, wanted: Wanted, reach: Mapping[str, list[int]], spare: Sequence[str]) -> list[Fault]:
-    """Where the checkpoint and the model disagree."""
+def _misfits(index: Index, told: Sequence[Mapping[str, Any]], spare: Sequence[str]) -> list[Fault]:
+    """Where the checkpoint and the model, of which each rank told its part, disagree. The same on every rank."""
+    model: dict[str, Kind] = {}
+    for reach in told:
+        for name, (dtype, far) in reach.items():
+            known = model[name][1] if name in model and len(model[name][1]) == len(far) else far
+            model[name] = DTYPES[dtype], tuple(map(max, known, far))
     law = "a checkpoint belongs to the model, dtype and optimizer it was saved from; only the split may change"
-    found = []
-    for name, (t, _) in wanted.items():
-        stored = index.find(name)
-        if stored is None:
-            found.append(bad(index.folder, f"it has no tensor {name!r}", have=f"{len(index.names)} tensors", law=law))
-        elif list(stored.shape) != reach[name]:
-            have = f"{list(stored.shape)} in the checkpoint, {reach[name]} in the model"
-            found.append(bad(index.folder, f"tensor {name!r} has another shape", have=have, law=law))
-        elif stored.dtype != t.dtype:
-            have = f"{stored.dtype} in the checkpoint, {t.dtype} in the model"
-            found.append(bad(index.folder, f"tensor {name!r} has another dtype", have=have, law=law))
-    known = {index.aliases.get(name, name) for name in reach}
-    unread = [name for name in index.tensors if name not in known and not name.startswith(tuple(spare))]
-    if unread:
-        have = ", ".join(unread[:5]) + (f" and {len(unread) - 5} more" if len(unread) > 5 else "")
-        found.append(bad(index.folder, f"tensor {unread[0]!r} is not in the model", have=have, law=law))
-    return found
+    stored = {name: s for name in index.names if (s := index.find(name)) is not None}
+    read = {index.aliases.get(name, name) for name in model}
+    have = {n: (s.dtype, s.shape) for n, s in stored.items() if n in model or index.aliases.get(n, n) not in read}
+    found = differences(have, model, {}, spare)
+    return [replace(bad(index.folder, d.what, d.have, law), cure=d.cure) for d in found]
 
 
 def _fill(t: Tensor, held: Held, stored: Stored, shards: Mapping[str, Shard]) -> None:

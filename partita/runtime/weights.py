@@ -18,16 +18,15 @@ from torch import Tensor
 from partita.errors import Fault, Refused, RunFailed, refuse
 from partita.runtime.boxes import Placement
 from partita.runtime.checkpoint import peek
+from partita.runtime.differing import Kind, differences, lines, tensors, word
 from partita.runtime.index import DTYPES, cured, file_faults, older, open_shards
 from partita.runtime.net import Net
 from partita.runtime.saving import slow
 from partita.runtime.shards import Malformed, Shard, sync, write
 from partita.runtime.sharing import held_of
 
-Kind = tuple[torch.dtype, tuple[int, ...]]
 FILE = "model.safetensors"
 PARTS = f"{FILE}.index.json"
-SHOWN = 5  # names a fault lists
 LAW = "a file to start from holds the parameters and buffers of the model's state dict, with their shapes and dtypes"
 
 
@@ -96,7 +95,7 @@ def _parts(path: Path) -> Weights:
     files = {file: _shard(path.parent / file) for file in sorted(set(named.values()))}
     lost = [name for name, file in named.items() if name not in files[file].entries]
     if lost:
-        what = f"{path.name!r}: {_some(lost)} not in the file that is named for it"
+        what = f"{path.name!r}: {tensors(lost)} not in the file that is named for it"
         raise Refused(Fault("P117", what, law=LAW, at=str(path)))
     return Weights(path, {name: files[file] for name, file in named.items()})
 
@@ -110,24 +109,7 @@ def faults(weights: Weights, model: Mapping[str, Kind], tied: Mapping[str, str])
         tied: Other name -> first name.
     """
     have: dict[str, Kind] = {name: shard.entries[name][:2] for name, shard in weights.shards.items()}
-    known = {name: name for name in model} | {other: first for other, first in tied.items() if first in model}
-    both = [(name, known[name]) for name in have if name in known]
-    missing = [name for name in model if name not in {first for _, first in both}]
-    foreign = [name for name in have if name not in known]
-    found = []
-    if missing:
-        said = f"{len(missing)} of the model's {len(model)} tensors"
-        found.append(weights.fault(f"it has no tensor {_some(missing)}", said, _other(foreign)))
-    if foreign:
-        said = f"{len(foreign)} of its {len(have)} tensors"
-        found.append(weights.fault(f"tensor {_some(foreign)} is not in the model", said, _other(missing)))
-    if rows := [f"{n!r} {list(have[n][1])}, in the model {list(model[m][1])}" for n, m in both if have[n][1] != model[m][1]]:
-        found.append(weights.fault(f"{len(rows)} of its tensors have another shape", _lines(rows), "a model of those sizes"))
-    if rows := [f"{n!r} {_word(have[n][0])}, in the model {_word(model[m][0])}" for n, m in both if have[n][0] != model[m][0]]:
-        kinds = sorted({_word(have[n][0]) for n, _ in both})
-        cure = f"--set dtype={kinds[0]}" if len(kinds) == 1 else "a model of those dtypes"
-        found.append(weights.fault(f"{len(rows)} of its tensors have another dtype", _lines(rows), cure))
-    return found
+    return [weights.fault(d.what, d.have, d.cure) for d in differences(have, model, tied)]
 
 
 def _differing(weights: Weights, tied: Mapping[str, str]) -> list[Fault]:
@@ -140,7 +122,7 @@ def _differing(weights: Weights, tied: Mapping[str, str]) -> list[Fault]:
     ]
     if not wrong:
         return []
-    return [weights.fault("tensors differ that the model ties", _lines(wrong), "a model whose tensors are not tied")]
+    return [weights.fault("tensors differ that the model ties", lines(wrong), "a model whose tensors are not tied")]
 
 
 def fill(
@@ -164,7 +146,7 @@ def fill(
     """
     with slow(net, f"reading {path.name}"):
         weights = open_weights(path)
-        mine = {name: [_word(t.dtype), list(shapes[name])] for name, (t, _) in wanted.items()}
+        mine = {name: [word(t.dtype), list(shapes[name])] for name, (t, _) in wanted.items()}
         told = net.gather({"model": mine, "tied": dict(tied)})
         model = {n: (DTYPES[dtype], tuple(shape)) for t in told for n, (dtype, shape) in t["model"].items()}
         ties = {other: first for t in told for other, first in t["tied"].items()}
@@ -175,23 +157,6 @@ def fill(
             stored = weights.shards[source].tensor(source)
             for box, local in held_of(t, placement).blocks:
                 t.detach()[local.index].copy_(stored[box.index])
-
-
-def _other(names: Sequence[str]) -> str:
-    return f"the other has {_some(names)}" if names else "the file of this model"
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:SHOWN])
-    return shown + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-
-
-def _lines(rows: Sequence[str]) -> str:
-    return "\n".join([*rows[:SHOWN], *([f"and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else [])])
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # ---------------------------------------------------------------- writing
@@ -217,16 +182,16 @@ def export(source: Path, file: Path, *, once: bool = False) -> Path:
     if wrong := file_faults(found, used):
         raise Refused(*cured(wrong, older(checkpoint)))
     shards = open_shards(found)
-    tensors: dict[str, Tensor] = {}
+    made: dict[str, Tensor] = {}
     for name, stored in pieces.items():
         whole = torch.empty(stored.shape, dtype=stored.dtype)
         for piece in stored.pieces:
             whole[piece.box.index] = shards[piece.file].tensor(piece.key)
-        tensors[name.removeprefix("model/")] = whole
-    return write_model(tensors, found.extra.get("tied", {}), file, once=once)
+        made[name.removeprefix("model/")] = whole
+    return write_model(made, found.extra.get("tied", {}), file, once=once)
 
 
-def write_model(tensors: Mapping[str, Tensor], tied: Mapping[str, str], file: Path, *, once: bool = False) -> Path:
+def write_model(state: Mapping[str, Tensor], tied: Mapping[str, str], file: Path, *, once: bool = False) -> Path:
     """Write whole tensors as a model file: complete under its name, or not at all.
 
     Raises:
@@ -236,10 +201,10 @@ def write_model(tensors: Mapping[str, Tensor], tied: Mapping[str, str], file: Pa
     if file.exists():
         law = "a model file is never written over another"
         raise Refused(Fault("P113", f"{str(file)!r} is there already", law=law, cure="another name", at=str(file)))
-    others = {other: first for other, first in tied.items() if first in tensors}
-    named = {name: t for name, t in tensors.items() if name not in others}
+    others = {other: first for other, first in tied.items() if first in state}
+    named = {name: t for name, t in state.items() if name not in others}
     if not once:
-        named |= {other: tensors[first] for other, first in others.items()}
+        named |= {other: state[first] for other, first in others.items()}
     part = file.with_name(f"{file.name}.partial")
     try:
         part.unlink(missing_ok=True)
