@@ -8,7 +8,10 @@
 A `Fault` is data. Rooms below the door collect faults and raise one `Refused` with all of them.
 """
 
+import errno
 from dataclasses import dataclass, replace
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what the system says when the disk, not the user, is at fault
 
 # code -> the fact it states.  Each has a page docs/errors/CODE.md.
 CODES = {

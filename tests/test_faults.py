@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import partita as pt
+from partita.cli.main import main
 from partita.errors import RankLost, Refused, RunFailed
 from partita.runtime import metrics, saved, saving
 from partita.runtime.checkpoint import check, steps
@@ -312,6 +313,12 @@ def test_metrics_on_a_full_device_are_said(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(RunFailed, match=r"rank 0 cannot write '.*metrics.jsonl': No space left on device"):
         metrics.add(tmp_path, {"step": 1})
+
+
+def test_a_command_whose_disk_is_full_says_so_and_exits_with_1(monkeypatch, capsys):
+    monkeypatch.setattr("partita.cli.main._run", no_space)
+    assert main(["show"]) == 1
+    assert capsys.readouterr().err.startswith("RunFailed: No space left on device")
 
 
 def test_a_folder_that_cannot_be_made_is_refused_and_nothing_is_left(tmp_path):

@@ -4,7 +4,6 @@ plan.toml · predicted.json · metrics.jsonl · checkpoints/step-N/ · summary.j
 """
 
 import contextlib
-import errno
 import fcntl
 import os
 import time
@@ -14,13 +13,12 @@ from datetime import datetime
 from pathlib import Path
 
 from partita.api.planning import Estimate, with_workload
-from partita.errors import Fault, Refused, RunFailed
+from partita.errors import FULL, Fault, Refused, RunFailed
 from partita.pages.json import dumps
 from partita.plans import Plan
 from partita.runtime.checkpoint import latest, peek
 from partita.runtime.launch import first_rank
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # the ground gave way; anything else is a wrong folder
 PATIENCE = 10.0  # seconds a run waits for another one in its folder to end
 
 

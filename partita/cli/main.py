@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from partita import __version__
 from partita.cli.parser import Parser
-from partita.errors import Fault, Refused, RunFailed
+from partita.errors import FULL, Fault, Refused, RunFailed
 from partita.plans import nearest
 from partita.runtime.launch import first_rank
 
@@ -44,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone; nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print(f"RunFailed: {error.strerror}: {error.filename or 'a file of this command'}", file=sys.stderr)
+        return 1
     return code
 
 
