@@ -23,6 +23,7 @@ from partita.strategies import GARDEN
 from partita.workload import GPT, Workload
 
 STEPS, SAMPLES, MICROBATCHES = 2, 8, 2
+SETTINGS = {"one_f_one_b": {"microbatches": MICROBATCHES}}  # what a strategy has no default for
 LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {  # mesh, strategies innermost first
     "one": ({}, ()),
     "dp2": ({"dp": 2}, ("ddp",)),
@@ -47,7 +48,7 @@ def trained(task: Subject, name: str, **settings: Path) -> Outcome:
     program = replace(capture(task, SAMPLES // MICROBATCHES), microbatches=MICROBATCHES)
     keep = frozenset({"state", "optimizer"})
     training = Training(STEPS, MICROBATCHES, keep=keep, audit=False, **settings)
-    return run(Mesh.of(mesh), task, [GARDEN[s]() for s in names], program, training)
+    return run(Mesh.of(mesh), task, [GARDEN[s](**SETTINGS.get(s, {})) for s in names], program, training)
 
 
 def differing(before: Outcome, after: Outcome) -> list[str]:

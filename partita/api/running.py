@@ -24,7 +24,7 @@ from partita.program import Program
 from partita.runtime.batch import Feed, divides
 from partita.runtime.capture import capture
 from partita.runtime.checkpoint import steps as steps_of
-from partita.runtime.launch import first_rank, ranks_from_environment
+from partita.runtime.launch import ranks_from_environment
 from partita.runtime.outcome import Outcome
 from partita.runtime.programs import dressed
 from partita.runtime.sample import sample

@@ -224,8 +224,8 @@ class _Run:
             "timeline": [list(mark) for mark in self.timeline],
             "interrupted": self.interrupted,
             "files": files,
-            "transient": saved.transient(self.site.module),
-            "tied": saved.tied(self.site.module),
+            "transient": self.site.transient,
+            "tied": self.site.tied,
             "checkpoints": [done.json() for done in self.saver.done],
         }
 

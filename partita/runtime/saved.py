@@ -55,11 +55,11 @@ def _kept_of(
     version, numbers, gauss = random.getstate()
     extra = {
         "step": step,
-        "optimizer": plain,
+        "optimizer": plain if site.pipe is None else {k: v for some in site.net.gather(plain) for k, v in some.items()},
         "python": [version, list(numbers), gauss],
         "mesh": [list(a) for a in site.mesh.axes],
-        "tied": tied(site.module),
-        "transient": transient(site.module),
+        "tied": site.tied,
+        "transient": site.transient,
     }
     return tensors, placements, extra
 
@@ -78,16 +78,16 @@ def resume(site: Site, optimizer: torch.optim.Optimizer, folder: Path) -> int:
         optimizer.state[named[name]][key] = t
     for full, value in extra["optimizer"].items():
         name, _, key = full.rpartition("/")
-        optimizer.state[named[name]][key] = value
+        if name in named:  # of this rank's stages
+            optimizer.state[named[name]][key] = value
     _set_random_state(site.net, {kind: t for kind, (_, t) in draws.items()}, extra["python"])
     return int(extra["step"])
 
 
 def start(site: Site, file: Path) -> None:
     """Fill parameters and buffers from a file of the whole model; all ranks call it."""
-    dropped = set(transient(site.module))
-    wanted = {name: pair for name, pair in _model(site).items() if name not in dropped}
-    fill(file, wanted, site.shapes, tied(site.module), site.net)
+    wanted = {name: pair for name, pair in _model(site).items() if name not in site.transient}
+    fill(file, wanted, site.shapes, site.tied, site.net)
 
 
 def _model(site: Site) -> dict[str, tuple[Tensor, Placement]]:
@@ -198,19 +198,6 @@ def whole_state(site: Site) -> dict[str, Tensor]:
                 else gather(site.net, value, site.shapes.get(name, value.shape), site.placements.get(name, ()))
             )
     return whole
-
-
-def transient(module: nn.Module) -> list[str]:
-    """Buffers that are not part of the state dict."""
-    kept = module.state_dict(keep_vars=True)
-    return [name for name, _ in module.named_buffers() if name not in kept]
-
-
-def tied(module: nn.Module) -> dict[str, str]:
-    """Other name -> the first name of the same parameter or buffer, of those in the state dict."""
-    first: dict[int, str] = {}
-    both = module.state_dict(keep_vars=True)
-    return {name: first[id(t)] for name, t in both.items() if isinstance(t, Tensor) and first.setdefault(id(t), name) != name}
 
 
 def whole_gradients(site: Site) -> dict[str, Tensor]:

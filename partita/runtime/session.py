@@ -141,7 +141,7 @@ class Session:
         assert self._model is not None, "wrap comes first"
         if self._step is None:
             return dict(self._model.state_dict())
-        dropped = set(saved.transient(self._model))
+        dropped = set(self._step.site.transient)
         return {name: t for name, t in saved.whole_state(self._step.site).items() if name not in dropped}
 
     def resume(self, folder: str | Path) -> int:

@@ -54,6 +54,12 @@ def keys_of(module: nn.Module) -> dict[str, str]:
     return {key: names.get(id(t), key) for key, t in kept.items() if isinstance(t, Tensor)}
 
 
+def transient(module: nn.Module) -> list[str]:
+    """Buffers that are not part of the state dict."""
+    kept = module.state_dict(keep_vars=True)
+    return [name for name, _ in module.named_buffers() if name not in kept]
+
+
 class Site:
     """One rank's part of a training run.
 
@@ -70,6 +76,7 @@ class Site:
         self.module, self.net, self.subject, self.program, self.samples = module, net, subject, program, samples
         self.shapes = {name: tuple(t.shape) for name, t in (*module.named_parameters(), *module.named_buffers())}  # whole
         self.keys = keys_of(module)
+        self.transient = transient(module)
         self.dtypes = {name: t.dtype for name, t in (*module.named_parameters(), *module.named_buffers())}
         self.placements: dict[str, list[Cut]] = {}
         self.data_axes: list[str] = []
@@ -81,6 +88,12 @@ class Site:
         self._replays: list[Replay] = []
         self._statistics: list[str] = []
         self._gradients = {program.tensors[p].name for p in program.gradients}
+
+    # ---- what the whole module said of itself
+    @property
+    def tied(self) -> dict[str, str]:
+        """Other name of the state dict -> the first name of the same parameter."""
+        return {key: name for key, name in self.keys.items() if key != name}
 
     # ---- what a strategy may read
     @property

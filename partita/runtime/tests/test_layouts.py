@@ -19,7 +19,8 @@ from partita.workload import GPT, Workload
 
 pytestmark = pytest.mark.gloo
 STEPS = 2
-MICROBATCHES = 2  # as many as a pipeline of two stages needs
+MICROBATCHES = 2
+SETTINGS = {"one_f_one_b": {"microbatches": MICROBATCHES}}  # what a strategy has no default for
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def trained(subject, name, steps, **settings):
     program = replace(capture(subject, 8 // MICROBATCHES), microbatches=MICROBATCHES)
     keep = frozenset({"state", "optimizer"})
     training = Training(steps, MICROBATCHES, keep=keep, audit=False, **settings)
-    return run(Mesh.of(layout.mesh), subject, [GARDEN[s]() for s in layout.strategies], program, training)
+    return run(Mesh.of(layout.mesh), subject, [GARDEN[s](**SETTINGS.get(s, {})) for s in layout.strategies], program, training)
 
 
 @pytest.fixture(scope="module")

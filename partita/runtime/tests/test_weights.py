@@ -12,10 +12,15 @@ from torch import nn
 
 from partita.errors import Refused, RunFailed
 from partita.mesh import Mesh
+from partita.runtime.capture import capture
 from partita.runtime.net import Net
-from partita.runtime.saved import tied
+from partita.runtime.outcome import run
+from partita.runtime.site import keys_of
 from partita.runtime.task import subject_of
+from partita.runtime.training import Training
 from partita.runtime.weights import export, fill, open_weights
+from partita.runtime.whole import train_whole
+from partita.strategies import OneFOneB
 from partita.workload import GPT, Workload
 
 
@@ -34,7 +39,13 @@ class Tied(nn.Module):
 def filled(file, module=None):
     module = module or Tied()
     named = {n: (t.detach(), ()) for n, t in (*module.named_parameters(), *module.named_buffers()) if n != "mask"}
-    fill(file, named, {n: tuple(t.shape) for n, (t, _) in named.items()}, tied(module), Net(Mesh(), 0))
+    fill(
+        file,
+        named,
+        {n: tuple(t.shape) for n, (t, _) in named.items()},
+        {k: n for k, n in keys_of(module).items() if k != n},
+        Net(Mesh(), 0),
+    )
     return module
 
 
@@ -155,3 +166,20 @@ def test_a_run_is_exported_and_another_split_starts_from_it(split, tied_gpt, tmp
 def _loaded(module, file):
     module.load_state_dict(load_file(file))
     return module
+
+
+@pytest.mark.gloo
+def test_stages_export_and_start_too(tied_gpt, tmp_path):
+    """A tied embedding lives on the first and the last stage."""
+
+    def trained(steps, **settings):
+        program = replace(capture(tied_gpt, 4), microbatches=2)
+        return run(Mesh.of({"pp": 2}), tied_gpt, [OneFOneB(microbatches=2)], program, Training(steps, 2, **settings))
+
+    first = trained(1, folder=tmp_path / "run")
+    file = export(tmp_path / "run", tmp_path / "model.safetensors")
+    module = _loaded(tied_gpt.make(), file)
+    assert all(torch.equal(t, first.tensors["state"][n]) for n, t in module.state_dict().items())
+    made = replace(tied_gpt, make=lambda: _loaded(tied_gpt.make(), file))
+    whole = train_whole(made, 1)
+    assert trained(1, start=file).losses == pytest.approx(whole.losses, rel=1e-12)
