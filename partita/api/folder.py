@@ -90,7 +90,8 @@ class Opening:
             if not (self.folder / "plan.toml").exists() and plan.workload is not None:
                 self._put("plan.toml", plan.to_toml(self.folder))
             self._put("predicted.json", dumps(predicted.json()) + "\n")
-            self._keep("summary.json").unlink(missing_ok=True)
+            for name in ("summary.json", "timeline.json"):
+                self._keep(name).unlink(missing_ok=True)
 
     @contextmanager
     def _disk(self) -> Iterator[None]:
