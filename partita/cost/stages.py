@@ -116,9 +116,12 @@ class _Walk:
         flat = [e for run in runs for e in run]
         self.dying: dict[int, list[int]] = {}
         end = len(flat) - 1
-        kept = {self.root[i] for i in held}
+        kept, graph = {self.root[i] for i in held}, set[int]()
+        if len(runs) > len("FB"):  # torch keeps the whole graph between a backward of the input and that of the weights
+            graph = {self.root[o] for e in runs[0] if isinstance(e, Compute) for o in e.outs}
         for storage, at in last_uses(flat, self.root, self.gradients).items():
-            self.dying.setdefault(end if storage in kept else at, []).append(storage)
+            stays = storage in kept or (storage in graph and at >= len(runs[0]))
+            self.dying.setdefault(end if stays else at, []).append(storage)
         self.live: dict[int, int] = {}
         self.at = 0
 
