@@ -99,6 +99,7 @@ class Compute:
         flop: Of this rank, already divided by every split the op runs under.
         signature: Its einops-like pattern; None means opaque (nothing in it is split).
         view: Moves no bytes.
+        saves: In the forward pass: autograd keeps some of what it reads or makes for its backward.
     """
 
     op: str
@@ -109,6 +110,7 @@ class Compute:
     flop: int = 0
     signature: Signature | None = None
     view: bool = False
+    saves: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ def _event_out(e: Event, signatures: dict[str, int]) -> list[Any]:
     number = -1
     if e.signature is not None:
         number = signatures.setdefault(json.dumps(_signature_out(e.signature)), len(signatures))
-    return [e.op, e.module, e.phase, e.ins, e.outs, e.flop, number, int(e.view)]
+    return [e.op, e.module, e.phase, e.ins, e.outs, e.flop, number, int(e.view) + 2 * int(e.saves)]
 
 
 def _event_in(row: list[Any], signatures: list[Signature]) -> Event:
@@ -101,9 +101,9 @@ def _event_in(row: list[Any], signatures: list[Signature]) -> Event:
         op, axis, tensors, nbytes, dtype, phase, module, overlapped, once, keeps, values = row[1:]
         kept = None if keeps is None else tuple(keeps)
         return Collective(op, axis, tuple(tensors), nbytes, dtype, Phase(phase), module, overlapped, once, kept, values)
-    op, module, phase, ins, outs, flop, number, view = row
+    op, module, phase, ins, outs, flop, number, flags = row
     signature = None if number < 0 else signatures[number]
-    return Compute(op, module, Phase(phase), tuple(ins), tuple(outs), flop, signature, bool(view))
+    return Compute(op, module, Phase(phase), tuple(ins), tuple(outs), flop, signature, bool(flags & 1), bool(flags & 2))
 
 
 # ---- signatures

@@ -21,6 +21,7 @@ from partita.runtime.batch import Share
 from partita.runtime.batch_norm import GlobalStatistics, norms
 from partita.runtime.net import Net
 from partita.runtime.random import Stream, draws, rows
+from partita.runtime.recompute import recomputed
 from partita.runtime.replay import Replay, install
 from partita.runtime.subject import Subject
 from partita.strategy import Place, Strategy
@@ -111,6 +112,11 @@ class Site:
             self.late.append((axis, done.late))
         for name, (dim, spans) in done.placements.items():
             self.placements.setdefault(name, []).append((axis, dim, spans))
+
+    def recompute(self, modules: Sequence[str], keep: Sequence[str] = ()) -> None:
+        """Compute the inside of these modules once more in the backward pass, but for the results of the ops `keep` fits."""
+        for path in modules:
+            recomputed(self.module.get_submodule(path), keep)
 
     def apply(self, strategies: Sequence[Strategy]) -> Program:
         """Apply strategies, innermost first; returns Program′."""

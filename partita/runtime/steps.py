@@ -33,7 +33,10 @@ SHOWN = 4  # reasons per module in a message
 
 
 class Edge(NamedTuple):
-    """A change of the argument at `path`: a new one, or (`again`) the one already made for this value."""
+    """A change of the argument at `path`: a new one, or (`again`) the one already made for this value.
+
+    `last`: nothing reads it later.
+    """
 
     path: Path
     kind: str
@@ -41,6 +44,7 @@ class Edge(NamedTuple):
     again: bool
     part: Part | None = None
     layout: Split | None = None
+    last: bool = False
 
 
 class Step(NamedTuple):
@@ -103,7 +107,7 @@ class _Scribe:
     def script(self) -> Script:
         self.tensors, self.born, self.same = self.layouts.program.tensors, self.layouts.born, self.layouts.same
         self.early = self._early()
-        steps = tuple(self._step(call) for call in self.heard.calls)
+        steps = _forgetting([self._step(call) for call in self.heard.calls])
         self._check_outside()
         self._check_recomputed()
         late = self._check_said()
@@ -362,6 +366,20 @@ class _Scribe:
             if not self.bad and moved != expected:
                 self._refuse("", f"its {phase} calls would move {moved}, said is {expected}")
         return tuple(late)
+
+
+def _forgetting(steps: list[Step]) -> tuple[Step, ...]:
+    """The steps, each change marked where nothing reads it later: a value must not outlive the forward pass unread."""
+    seen: set[tuple[str, int]] = set()
+    found = []
+    for step in reversed(steps):
+        edges = []
+        for edge in reversed(step.edges):
+            key = edge.kind, edge.value
+            edges.append(edge._replace(last=key not in seen))
+            seen.add(key)
+        found.append(step._replace(edges=tuple(reversed(edges))) if edges else step)
+    return tuple(reversed(found))
 
 
 def _aligned(sig: Signature) -> bool:

@@ -1,0 +1,168 @@
+"""Recomputation as it is said: forward events said once more, just before the backward events that read what they make.
+
+    kept          x | a b c d ...                    ... d' reads c | c' reads b | b' reads a | a' reads x
+    recomputed    x | a b c d ...      a b c again   ... d' reads c | c' reads b | b' reads a | a' reads x
+
+What a region made dies after the forward pass, for backward reads the fresh tensors. It is repeated up to the last op that
+saves something for backward and no further: a product saves its inputs, so the last one of a block, and the sum over ranks
+behind it, are not computed twice. Each call of a module is a region of its own.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from partita.program.blocks import inside, renumbered, touched
+from partita.program.dims import Signature
+from partita.program.events import Collective, Compute, Event, Phase, Tensor
+from partita.program.program import Program
+
+DROP = "drop"  # says that a storage goes, and computes nothing
+
+
+def blocks_of(program: Program) -> list[str]:
+    """Paths of the repeated blocks: up to the first number in a path, and the numbers that follow it.
+
+    ``blocks.3.mlp.up`` is of ``blocks.3``, ``layer1.0.conv1`` of ``layer1.0``, ``stages.1.2.norm`` of ``stages.1.2``.
+    """
+    return [block for block in dict.fromkeys(_block_of(e.module) for e in _forward(program)) if block]
+
+
+def _block_of(path: str) -> str:
+    parts = path.split(".")
+    first = next((n for n, part in enumerate(parts) if part.isdigit()), len(parts))
+    numbers = list(itertools.takewhile(str.isdigit, parts[first:]))
+    return ".".join(parts[: first + len(numbers)]) if numbers else ""
+
+
+def modules_of(program: Program, globs: Iterable[str]) -> list[str]:
+    """Outermost paths of modules that compute in the forward pass and fit one of the globs."""
+    globs = list(globs)
+    parts = [path.split(".") for path in dict.fromkeys(e.module for e in _forward(program)) if path]
+    paths = dict.fromkeys(".".join(p[:n]) for p in parts for n in range(1, len(p) + 1))
+    found = [path for path in paths if any(fnmatchcase(path, glob) for glob in globs)]
+    return [path for path in found if not any(inside(other, path) for other in found if other != path)]
+
+
+def _forward(program: Program) -> Iterator[Event]:
+    return (e for e in program.events() if e.phase == Phase.FORWARD)
+
+
+def kept_by(event: Event, keep: Iterable[str]) -> bool:
+    """Whether the results of an event are kept."""
+    return isinstance(event, Compute) and not event.view and any(fnmatchcase(event.op, glob) for glob in keep)
+
+
+def say_recompute(program: Program, paths: Iterable[str], keep: Sequence[str] = ()) -> Program:
+    """The program that recomputes what some modules made.
+
+    Args:
+        program: Flat or folded, under any axes.
+        paths: Of modules; "" is the whole model, its loss left out. None lies inside another.
+        keep: Globs of the ops whose results are kept all the same.
+    """
+    return _Saying(program, keep).of(paths)
+
+
+@dataclass
+class _Saying:
+    """What stands before and after each event, and which tensors it reads instead."""
+
+    program: Program
+    keep: Sequence[str]
+
+    def of(self, paths: Iterable[str]) -> Program:
+        self.events = list(self.program.events())
+        self.tensors = list(self.program.tensors)
+        self.before: dict[int, list[Event]] = {}
+        self.after: dict[int, list[Event]] = {}
+        self.names: dict[int, dict[int, int]] = {}
+        for path in paths:
+            back = [n for n, e in enumerate(self.events) if e.phase == Phase.BACKWARD and inside(path, e.module)]
+            for run in _runs(self.events, path):
+                self._say(run, back)
+        return replace(self.program, tensors=tuple(self.tensors), segments=self._segments())
+
+    def _say(self, run: list[int], back: list[int]) -> None:
+        """One call of a module: `run` are its forward events, `back` the backward events of the module."""
+        events = self.events
+        made = {i for n in run for i in _outs(events[n])}
+        read = {i for n in back if not _drops(events[n]) for i in touched(events[n])}
+        readers = [n for n in back if not made.isdisjoint(touched(events[n])) and not _drops(events[n])]
+        if not readers:
+            return
+        made_last = max(k for k, n in enumerate(run) if not read.isdisjoint(_values(events[n])))
+        saved_last = max((k for k, n in enumerate(run) if _saves(events[n])), default=0)
+        stop = max(made_last + 1, saved_last)  # an op saves what it reads before it runs: it is not repeated for that
+        repeated = [n for n in run[:stop] if not kept_by(events[n], self.keep)]
+        fresh = self._fresh(i for n in repeated for i in _outs(events[n]))
+        self.before.setdefault(readers[0], []).extend(e for n in repeated if (e := _again(events[n], fresh)))
+        saved = read | {self.tensors[i].root for i in read}  # what goes is named by the storage
+        for n in back:
+            if names := {i: fresh[i] for i in touched(events[n]) if i in fresh and i in saved}:
+                self.names.setdefault(n, {}).update(names)
+        held = tuple(i for n in run[stop:] if kept_by(events[n], self.keep) for i in _outs(events[n]))
+        if held:  # nothing reads them again, and they live as long as the region
+            self.after.setdefault(readers[-1], []).append(_drop(held, events[readers[-1]].module))
+
+    def _fresh(self, ids: Iterable[int]) -> dict[int, int]:
+        """Tensors like the given ones, with their views among themselves."""
+        old = list(ids)
+        fresh = {i: len(self.tensors) + n for n, i in enumerate(old)}
+        self.tensors += [self._like(self.tensors[i], fresh) for i in old]
+        return fresh
+
+    def _like(self, t: Tensor, fresh: Mapping[int, int]) -> Tensor:
+        return replace(t, id=fresh[t.id], root=fresh.get(t.root, t.root))
+
+    def _segments(self) -> tuple:
+        segments, at = [], 0
+        for segment in self.program.segments:
+            found: list[Event] = []
+            for event in segment.events:
+                found += self.before.get(at, ())
+                found += [renumbered(event, names) if (names := self.names.get(at)) else event, *self.after.get(at, ())]
+                at += 1
+            segments.append(replace(segment, events=tuple(found)))
+        return tuple(segments)
+
+
+def _runs(events: Sequence[Event], path: str) -> list[list[int]]:
+    """The forward events of each call of a module. Of the whole model: up to the last event inside a module of its own."""
+    forward = [n for n, e in enumerate(events) if e.phase == Phase.FORWARD]
+    if not path:
+        last = max((n for n in forward if events[n].module), default=-1)
+        return [[n for n in forward if n <= last]]
+    groups = itertools.groupby(forward, key=lambda n: inside(path, events[n].module))
+    return [list(group) for within, group in groups if within]
+
+
+def _outs(event: Event) -> tuple[int, ...]:
+    return event.outs if isinstance(event, Compute) else ()
+
+
+def _values(event: Event) -> tuple[int, ...]:
+    """The tensors that have their value only after the event: what it makes, or makes whole."""
+    if isinstance(event, Collective):
+        return event.tensors if event.keeps is None else ()
+    return event.outs
+
+
+def _saves(event: Event) -> bool:
+    return isinstance(event, Compute) and event.saves
+
+
+def _drops(event: Event) -> bool:
+    return isinstance(event, Compute) and event.op == DROP
+
+
+def _again(event: Event, fresh: Mapping[int, int]) -> Event | None:
+    if isinstance(event, Compute) and event.op == DROP:
+        gone = tuple(fresh[i] for i in event.ins if i in fresh)
+        return replace(event, ins=gone, phase=Phase.RECOMPUTE) if gone else None
+    return replace(renumbered(event, fresh), phase=Phase.RECOMPUTE)
+
+
+def _drop(tensors: tuple[int, ...], module: str) -> Compute:
+    return Compute(DROP, module, Phase.BACKWARD, tensors, (), 0, Signature([], [], creates=True), view=True)
