@@ -102,6 +102,9 @@ class _Saying:
         for n in back:
             if names := {i: fresh[i] for i in touched(events[n]) if i in fresh and i in saved}:
                 self.names.setdefault(n, {}).update(names)
+            for t in (self.tensors[i] for i in _outs(events[n])):  # views that backward makes of what was saved
+                if t.root in fresh and t.root in saved:
+                    self.tensors[t.id] = replace(t, root=fresh[t.root])
         held = tuple(i for n in run[stop:] if kept_by(events[n], self.keep) for i in _outs(events[n]))
         if held:  # nothing reads them again, and they live as long as the region
             self.after.setdefault(readers[-1], []).append(_drop(held, events[readers[-1]].module))
