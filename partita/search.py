@@ -3,6 +3,9 @@
     strategies ─▶ families (at most one of each place) ─▶ meshes (factors of the ranks, every order)
         ─▶ legal? (the plan's laws, the strategy's own check) ─▶ fits? (memory fold) ─▶ ranked (time, memory or traffic fold)
 
+Strategies that use no axis and stand at the place of memory (recompute, offload) cost time and save memory: they are tried
+where a plan does not fit without them, alone and then all together, or where memory is the aim.
+
 Each loser keeps its reason, with a number. The bound is the time of one device's compute divided evenly over the ranks, with no
 communication: no plan of these ranks can beat it by more than what smaller pieces win in the caches.
 """
@@ -20,10 +23,11 @@ from partita.mesh import Mesh
 from partita.plans import Plan
 from partita.program.program import Program
 from partita.simulate import costs_of, estimate, run_clock
-from partita.strategy import Strategy, check, compose
+from partita.strategy import Place, Strategy, check, compose
 from partita.units import format_bytes
 from partita.workload import Workload
 
+Candidate = tuple[Plan, Figures, str]  # with its family
 AIMS = ("time", "memory", "traffic")
 
 
@@ -101,20 +105,27 @@ def search(
     if minimise not in AIMS:
         raise Refused(Fault("P107", f"cannot minimise {minimise!r}", cure=", ".join(AIMS), at="--minimise"))
     room = min(cluster.room(ranks), memory if memory is not None else float("inf"))
-    found: list[tuple[Plan, Figures, str]] = []
+    found: list[Candidate] = []
     rejected: list[Rejected] = []
     looked = 0
-    for mesh, chosen in candidates(ranks, strategies):
+    savers = [cls for cls in strategies if cls.place == Place.MEMORY and not cls().axes]
+    for mesh, chosen in candidates(ranks, [cls for cls in strategies if cls not in savers]):
         looked += 1
         family = family_of(mesh, chosen)
         judged = _judge(program, cluster, workload, mesh, chosen)
         if isinstance(judged, str):
             rejected.append(Rejected(family, judged))
-        elif judged[1].peak > room:
-            over, peak = format_bytes(judged[1].peak - room), format_bytes(judged[1].peak)
-            rejected.append(Rejected(family, f"does not fit: {over} over the {format_bytes(room)} of a device (peak {peak})"))
-        else:
-            found.append((*judged, family))
+            continue
+        fits = judged[1].peak <= room
+        found += [(*judged, family)] if fits else []
+        if fits and minimise != "memory":
+            continue
+        saved = list(_lighter(program, cluster, workload, (mesh, chosen), savers, room))
+        looked += len(saved)
+        best = min((s for s in saved if s[1].peak <= room), key=lambda s: _aim(s[1], minimise), default=None)
+        found += [best] if best else []
+        if not fits:
+            rejected.append(Rejected(family, _over(judged[1], room, saved, best)))
     if not found:
         raise Refused(_nothing(ranks, cluster, rejected))
     found.sort(key=lambda item: (_aim(item[1], minimise), item[1].step_seconds, len(item[0].strategies)))
@@ -123,6 +134,48 @@ def search(
     best, bound = plans[0].figures.step_seconds, lower_bound(program, cluster, ranks)
     bound = min(bound, best)  # a piece that fits a cache may be faster than its share
     return Choices(plans, (*behind, *rejected), bound, best / bound - 1, time.perf_counter() - began, looked)
+
+
+def _lighter(
+    program: Program,
+    cluster: Cluster,
+    workload: Workload,
+    plain: tuple[Mesh, tuple[Strategy, ...]],
+    savers: Sequence[type[Strategy]],
+    room: float,
+) -> Iterator[Candidate]:
+    """A plan with what saves memory; with all of it together only where nothing alone makes it fit."""
+    mesh, chosen = plain
+    fits = False
+    for extra in _savings(savers):
+        if len(extra) > 1 and fits:
+            return
+        all_of_it = tuple(sorted((*chosen, *extra), key=lambda s: s.place))
+        judged = _judge(program, cluster, workload, mesh, all_of_it)
+        if not isinstance(judged, str):
+            fits |= judged[1].peak <= room
+            yield *judged, family_of(mesh, all_of_it)
+
+
+def _savings(savers: Sequence[type[Strategy]]) -> Iterator[tuple[Strategy, ...]]:
+    """What may be added to a plan to save memory: each offer alone, then the last offers of all together."""
+    offers = [list(cls.offers()) for cls in savers]
+    yield from ((one,) for some in offers for one in some)
+    if len(offers) > 1:
+        yield tuple(some[-1] for some in offers)
+
+
+def _over(figures: Figures, room: float, saved: Sequence[Candidate], best: Candidate | None) -> str:
+    """Why a plan does not fit, and what would make it."""
+    over, peak = format_bytes(figures.peak - room), format_bytes(figures.peak)
+    reason = f"does not fit: {over} over the {format_bytes(room)} of a device (peak {peak})"
+    if best is not None:
+        slower = 100 * (best[1].step_seconds / figures.step_seconds - 1)
+        return f"{reason}; fits as {best[2]}, {slower:.3g} % slower"
+    if saved:
+        least = min(saved, key=lambda s: s[1].peak)
+        return f"{reason}; as {least[2]} still {format_bytes(least[1].peak - room)} over"
+    return reason
 
 
 def candidates(ranks: int, strategies: Sequence[type[Strategy]]) -> Iterator[tuple[Mesh, tuple[Strategy, ...]]]:
@@ -159,7 +212,15 @@ def factors(n: int, parts: int) -> Iterator[tuple[int, ...]]:
 def family_of(mesh: Mesh, strategies: Sequence[Strategy]) -> str:
     """A plan in one line, axes outermost first."""
     owner = {axis: strategy.name for strategy in strategies for axis in strategy.axes}
-    return " x ".join(f"{owner[axis]}({axis}={size})" for axis, size in mesh.axes) or "one device"
+    split = [f"{owner[axis]}({axis}={size})" for axis, size in mesh.axes] or ["one device"]
+    return " + ".join([" x ".join(split), *(_named(s) for s in strategies if not s.axes)])
+
+
+def _named(strategy: Strategy) -> str:
+    """A strategy without an axis, with the settings that are not its defaults."""
+    default = type(strategy)().settings()
+    other = [f"{k}={v}" for k, v in strategy.settings().items() if v != default[k]]
+    return f"{strategy.name}({', '.join(other)})" if other else strategy.name
 
 
 def _judge(

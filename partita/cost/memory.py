@@ -5,6 +5,8 @@
       in buffers (`gradient_buffers`)              all along; what backward makes is added to them and freed at once
     activations                                    from the op that makes them to their last reader, mostly in backward
 
+What lives in the host's memory is left out, unless it is the device's own (`gloo`, on CPU).
+
 Views share the storage of their root. An op's inputs and outputs exist together; what kernels take inside themselves is unseen.
 """
 
@@ -14,6 +16,7 @@ from dataclasses import dataclass, replace
 from partita.program.blocks import block_number
 from partita.program.events import Collective, Compute, Event, Kind, Phase
 from partita.program.fold import stretch, unfold
+from partita.program.host import COPIES
 from partita.program.program import Program
 
 STATIC = {
@@ -59,7 +62,7 @@ def occupancy(program: Program, backend: str = "nccl") -> Occupancy:
         found = list(amounts)
         return found[-1] + left * (found[-1] - found[0])
 
-    fixed = [_static(one) for one in few]
+    fixed = [_static(one, apart=backend != "gloo") for one in few]
     static = {name: grown(one[name] for one in fixed) for name in fixed[-1]}
     buffers = grown(map(gradient_buffers, few))
     kept = frozenset() if buffers else frozenset(_roots(flat, flat.gradients.values()))
@@ -108,11 +111,11 @@ def _roots(program: Program, ids: Iterable[int]) -> list[int]:
     return [program.tensors[i].root if program.tensors[i].root >= 0 else i for i in ids]
 
 
-def _static(program: Program) -> dict[str, int]:
-    """Bytes of what lives all along, by what it is."""
+def _static(program: Program, *, apart: bool) -> dict[str, int]:
+    """Bytes of what lives all along on the device, by what it is; `apart`: the host's memory is another."""
     found = dict.fromkeys(STATIC.values(), 0)
     for tensor in program.tensors:
-        if tensor.kind in STATIC and tensor.root in (tensor.id, -1):
+        if tensor.kind in STATIC and tensor.root in (tensor.id, -1) and not (tensor.host and apart):
             found[STATIC[tensor.kind]] += program.local_bytes(tensor.id)
     return found
 
@@ -177,9 +180,10 @@ class _Walk:
         return "gradients" if storage in self.gradients else "activations"
 
     def _make(self, event: Event) -> None:
-        for i in event.outs if isinstance(event, Compute) else ():
+        for i in event.outs if isinstance(event, Compute) and event.op not in COPIES else ():
             storage = self.root[i]
-            if self.program.tensors[storage].kind not in STATIC and storage not in self.live:
+            away = self.program.tensors[storage].host and self.backend != "gloo"
+            if self.program.tensors[storage].kind not in STATIC and storage not in self.live and not away:
                 self.live[storage] = self.program.local_bytes(storage)
                 self.now[self._kind(storage)] += self.live[storage]
 

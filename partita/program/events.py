@@ -70,6 +70,7 @@ class Tensor:
         name: Parameter, buffer or input name; empty for activations.
         root: Id of the tensor whose storage it views (itself if it owns one).
         layouts: Axis -> `Split` or `Partial`; an axis that is absent holds it replicated.
+        host: It lives in the host's memory, where that is another than the device's.
     """
 
     id: int
@@ -80,6 +81,7 @@ class Tensor:
     name: str = ""
     root: int = -1
     layouts: Mapping[str, Split | Partial] = field(default_factory=dict)
+    host: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -74,16 +74,16 @@ def _pairs(rows: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
 # ---- tensors
 def _tensor_out(t: Tensor) -> list[Any]:
     layouts = [[axis, x.op if isinstance(x, Partial) else [x.dim, x.atom]] for axis, x in t.layouts.items()]
-    row: list[Any] = [t.shape, t.dtype, t.dims, t.kind, t.name, t.root, layouts]
+    row: list[Any] = [t.shape, t.dtype, t.dims, t.kind, t.name, t.root, layouts, [1] if t.host else []]
     while row and row[-1] in ("", []):  # most tensors have neither
         row.pop()
     return row
 
 
 def _tensor_in(i: int, row: list[Any]) -> Tensor:
-    shape, dtype, dims, kind, name, root, layouts = [*row, *(None,) * (7 - len(row))]
+    shape, dtype, dims, kind, name, root, layouts, host = [*row, *(None,) * (8 - len(row))]
     at = {axis: Partial(x) if isinstance(x, str) else Split(*x) for axis, x in layouts or ()}
-    return Tensor(i, tuple(shape), dtype, tuple(map(tuple, dims)), Kind(kind), name or "", root, at)
+    return Tensor(i, tuple(shape), dtype, tuple(map(tuple, dims)), Kind(kind), name or "", root, at, bool(host))
 
 
 # ---- events

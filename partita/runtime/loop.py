@@ -69,7 +69,7 @@ class _Run:
         module = self.subject.make().to(net.device)
         self.step = prepare(net, self.subject, module, self.feed(0), strategies, program, training)
         self.site = self.step.site
-        self.optimizer = self.subject.optimizer(self.site.module)
+        self.optimizer = self.site.stepping(self.subject.optimizer(self.site.module))
         self.rate = Rate(self.optimizer, training.schedule, training.warmup, training.horizon)
         self.first = saved.resume(self.site, self.optimizer, training.resume) if training.resume else 0
         self.losses: list[float] = []

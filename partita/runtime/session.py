@@ -171,6 +171,9 @@ class Session:
         after = dict(model.named_parameters(remove_duplicate=False))
         for group in self._optimizer.param_groups:
             group["params"] = [after[before[id(p)]] if id(p) in before else p for p in group["params"]]
+        stepping = step.site.stepping(self._optimizer)
+        if stepping is not self._optimizer:  # the user holds the optimizer: it steps as the strategies want it to
+            self._optimizer.step = stepping.step
         return step
 
 

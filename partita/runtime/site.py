@@ -20,6 +20,7 @@ from partita.program.split import Derivation
 from partita.runtime.batch import Share
 from partita.runtime.batch_norm import GlobalStatistics, norms
 from partita.runtime.net import Net
+from partita.runtime.offload import Offloaded
 from partita.runtime.random import Stream, draws, rows
 from partita.runtime.recompute import recomputed
 from partita.runtime.replay import Replay, install
@@ -65,6 +66,7 @@ class Site:
         self.stream = Stream(seed, rows(program)) if draws(program) else None
         self._replays: list[Replay] = []
         self._statistics: list[str] = []
+        self._offloaded: set[str] = set()
         self._gradients = {program.tensors[p].name for p in program.gradients}
 
     # ---- what a strategy may read
@@ -118,6 +120,10 @@ class Site:
         for path in modules:
             recomputed(self.module.get_submodule(path), keep)
 
+    def offload(self, parameters: Sequence[str]) -> None:
+        """Keep what the optimizer keeps of these parameters in host memory, and step there."""
+        self._offloaded.update(parameters)
+
     def apply(self, strategies: Sequence[Strategy]) -> Program:
         """Apply strategies, innermost first; returns Program′."""
         for strategy in strategies:
@@ -126,6 +132,12 @@ class Site:
         return self.program
 
     # ---- what the step uses
+    def stepping(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer as the strategies want it to step; made over this rank's parameters."""
+        if not self._offloaded:
+            return optimizer
+        return Offloaded(optimizer, [p for name, p in self.module.named_parameters() if name in self._offloaded])
+
     @property
     def data_ranks(self) -> int:
         """Into how many parts the batch is cut."""

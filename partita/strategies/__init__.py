@@ -13,18 +13,20 @@ from partita.strategy import Strategy
 
 if TYPE_CHECKING:
     from partita.strategies.data.ddp import DDP
+    from partita.strategies.memory.offload import Offload
     from partita.strategies.memory.recompute import Recompute
     from partita.strategies.tensor.tensor_parallel import TensorParallel
 
 GROUP = "partita.strategies"
 HOUSE = {  # name in a plan -> where the class lives
     "ddp": "partita.strategies.data.ddp:DDP",
+    "offload": "partita.strategies.memory.offload:Offload",
     "recompute": "partita.strategies.memory.recompute:Recompute",
     "tensor_parallel": "partita.strategies.tensor.tensor_parallel:TensorParallel",
 }
 _CLASSES = {target.partition(":")[2]: target for target in HOUSE.values()}
 
-__all__ = ["DDP", "GARDEN", "Garden", "Recompute", "TensorParallel"]
+__all__ = ["DDP", "GARDEN", "Garden", "Offload", "Recompute", "TensorParallel"]
 
 
 class Garden(Mapping[str, type[Strategy]]):

@@ -84,6 +84,10 @@ class Recompute(Strategy):
         site.recompute(self._regions(site.program), self._kept)
 
     @classmethod
+    def offers(cls) -> Sequence["Recompute"]:
+        return cls(policy="selective"), cls()
+
+    @classmethod
     def cases(cls) -> Sequence[Case]:
         return (
             Case({"dp": 2}, {}),
