@@ -4,7 +4,7 @@
         ─▶ legal? (the plan's laws, the strategy's own check) ─▶ fits? (memory fold) ─▶ ranked (time, memory or traffic fold)
 
 Strategies that use no axis and stand at the place of memory (recompute, offload) cost time and save memory: they are tried
-where a plan does not fit without them, alone and then all together, or where memory is the aim.
+where a plan that could be the best does not fit without them, all together and then alone, or where memory is the aim.
 
 Each loser keeps its reason, with a number. The bound is the time of one device's compute divided evenly over the ranks, with no
 communication: no plan of these ranks can beat it by more than what smaller pieces win in the caches.
@@ -109,23 +109,27 @@ def search(
     rejected: list[Rejected] = []
     looked = 0
     savers = [cls for cls in strategies if cls.place == Place.MEMORY and not cls().axes]
+    large: list[Candidate] = []
     for mesh, chosen in candidates(ranks, [cls for cls in strategies if cls not in savers]):
         looked += 1
         family = family_of(mesh, chosen)
         judged = _judge(program, cluster, workload, mesh, chosen)
         if isinstance(judged, str):
             rejected.append(Rejected(family, judged))
-            continue
-        fits = judged[1].peak <= room
-        found += [(*judged, family)] if fits else []
-        if fits and minimise != "memory":
-            continue
-        saved = list(_lighter(program, cluster, workload, (mesh, chosen), savers, room))
-        looked += len(saved)
-        best = min((s for s in saved if s[1].peak <= room), key=lambda s: _aim(s[1], minimise), default=None)
-        found += [best] if best else []
-        if not fits:
-            rejected.append(Rejected(family, _over(judged[1], room, saved, best)))
+        else:
+            (found if judged[1].peak <= room else large).append((*judged, family))
+    task = _Task(program, cluster, workload, savers, room)
+    if minimise == "memory":
+        found += [best for plain in list(found) if (best := min(task.lighter(plain), key=lambda s: s[1].peak, default=None))]
+    fastest = min((figures.step_seconds for _, figures, _ in found), default=float("inf"))
+    for plain in sorted(large, key=lambda c: c[1].step_seconds):
+        tried = task.lighter(plain) if minimise == "memory" or plain[1].step_seconds < fastest else []
+        best = min((s for s in tried if s[1].peak <= room), key=lambda s: _aim(s[1], minimise), default=None)
+        if best:
+            found.append(best)
+            fastest = min(fastest, best[1].step_seconds)
+        rejected.append(Rejected(plain[2], _over(plain[1], room, tried, best)))
+    looked += task.looked
     if not found:
         raise Refused(_nothing(ranks, cluster, rejected))
     found.sort(key=lambda item: (_aim(item[1], minimise), item[1].step_seconds, len(item[0].strategies)))
@@ -136,33 +140,40 @@ def search(
     return Choices(plans, (*behind, *rejected), bound, best / bound - 1, time.perf_counter() - began, looked)
 
 
-def _lighter(
-    program: Program,
-    cluster: Cluster,
-    workload: Workload,
-    plain: tuple[Mesh, tuple[Strategy, ...]],
-    savers: Sequence[type[Strategy]],
-    room: float,
-) -> Iterator[Candidate]:
-    """A plan with what saves memory; with all of it together only where nothing alone makes it fit."""
-    mesh, chosen = plain
-    fits = False
-    for extra in _savings(savers):
-        if len(extra) > 1 and fits:
-            return
-        all_of_it = tuple(sorted((*chosen, *extra), key=lambda s: s.place))
-        judged = _judge(program, cluster, workload, mesh, all_of_it)
-        if not isinstance(judged, str):
-            fits |= judged[1].peak <= room
-            yield *judged, family_of(mesh, all_of_it)
+@dataclass
+class _Task:
+    """What plans are judged by, and what may be added to one that does not fit.
 
+    Args:
+        savers: Classes of strategies that save memory and never time.
+        room: Bytes of a device.
+        looked: Plans looked at so far.
+    """
 
-def _savings(savers: Sequence[type[Strategy]]) -> Iterator[tuple[Strategy, ...]]:
-    """What may be added to a plan to save memory: each offer alone, then the last offers of all together."""
-    offers = [list(cls.offers()) for cls in savers]
-    yield from ((one,) for some in offers for one in some)
-    if len(offers) > 1:
-        yield tuple(some[-1] for some in offers)
+    program: Program
+    cluster: Cluster
+    workload: Workload
+    savers: Sequence[type[Strategy]]
+    room: float
+    looked: int = 0
+
+    def lighter(self, plain: Candidate) -> list[Candidate]:
+        """A plan with all that saves memory and, if that fits, with less of it."""
+        offers = [list(cls.offers()) for cls in self.savers]
+        if not offers:
+            return []
+        most = self._with(plain, [some[-1] for some in offers])
+        if not most or most[0][1].peak > self.room:
+            return most
+        each = [found for some in offers for one in some for found in self._with(plain, [one])]
+        return each if len(offers) == 1 else [*most, *each]
+
+    def _with(self, plain: Candidate, extra: Sequence[Strategy]) -> list[Candidate]:
+        plan = plain[0]
+        chosen = tuple(sorted((*plan.strategies, *extra), key=lambda s: s.place))
+        self.looked += 1
+        judged = _judge(self.program, self.cluster, self.workload, plan.mesh, chosen)
+        return [] if isinstance(judged, str) else [(*judged, family_of(plan.mesh, chosen))]
 
 
 def _over(figures: Figures, room: float, saved: Sequence[Candidate], best: Candidate | None) -> str:
