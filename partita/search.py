@@ -12,7 +12,7 @@ communication: no plan of these ranks can beat it by more than what smaller piec
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import permutations, product
 
 from partita.cluster import Cluster
@@ -23,7 +23,7 @@ from partita.mesh import Mesh
 from partita.plans import Plan
 from partita.program.program import Program
 from partita.simulate import costs_of, estimate, run_clock
-from partita.strategy import Place, Strategy, check, compose
+from partita.strategy import Place, Strategy, checked
 from partita.units import format_bytes
 from partita.workload import Workload
 
@@ -148,6 +148,7 @@ class _Task:
         savers: Classes of strategies that save memory and never time.
         room: Bytes of a device.
         looked: Plans looked at so far.
+        known: What was best added to a plan, whatever the order of its axes: memory does not know the order.
     """
 
     program: Program
@@ -156,17 +157,22 @@ class _Task:
     savers: Sequence[type[Strategy]]
     room: float
     looked: int = 0
+    known: dict[object, tuple[Strategy, ...]] = field(default_factory=dict)
 
     def lighter(self, plain: Candidate) -> list[Candidate]:
         """A plan with all that saves memory and, if that fits, with less of it."""
         offers = [list(cls.offers()) for cls in self.savers]
-        if not offers:
-            return []
-        most = self._with(plain, [some[-1] for some in offers])
-        if not most or most[0][1].peak > self.room:
-            return most
-        each = [found for some in offers for one in some for found in self._with(plain, [one])]
-        return each if len(offers) == 1 else [*most, *each]
+        alike = plain[0].strategies, tuple(sorted(plain[0].mesh.axes))
+        if not offers or alike in self.known:
+            return self._with(plain, self.known[alike]) if offers else []
+        most = tuple(some[-1] for some in offers)
+        tried = {most: self._with(plain, most)}
+        if any(c[1].peak <= self.room for c in tried[most]):
+            tried |= {(one,): self._with(plain, (one,)) for some in offers for one in some}
+        tried = dict(sorted(tried.items(), key=lambda item: len(item[0])))  # of two alike, the simpler
+        fit = [extra for extra, found in tried.items() if found and found[0][1].peak <= self.room]
+        self.known[alike] = min(fit, key=lambda extra: tried[extra][0][1].step_seconds, default=most)
+        return [c for found in tried.values() for c in found]
 
     def _with(self, plain: Candidate, extra: Sequence[Strategy]) -> list[Candidate]:
         plan = plain[0]
@@ -240,9 +246,9 @@ def _judge(
     """The plan and its figures, or why it cannot be."""
     try:
         plan = Plan(workload, cluster.name, mesh.ranks, mesh, chosen)
-        if faults := check(program, chosen, mesh):
+        faults, said = checked(program, chosen, mesh)
+        if faults:
             return _reason(faults)
-        said = compose(program, chosen, mesh)
     except Refused as refused:
         return _reason(list(refused.faults))
     return plan, estimate(said, cluster, mesh, workload)

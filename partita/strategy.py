@@ -108,12 +108,17 @@ def compose(program: Program, strategies: Sequence[Strategy], mesh: Mesh) -> Pro
 
 def check(program: Program, strategies: Sequence[Strategy], mesh: Mesh) -> list[Fault]:
     """What the strategies of a plan refuse, each seeing the Program as those inside it left it."""
+    return checked(program, strategies, mesh)[0]
+
+
+def checked(program: Program, strategies: Sequence[Strategy], mesh: Mesh) -> tuple[list[Fault], Program]:
+    """`check` and `compose` in one walk: what is refused, else Program′."""
     for strategy in strategies:
         faults = list(strategy.check(program, mesh))
         if faults:
-            return faults
+            return faults, program
         program = strategy.rewrite(program, mesh)
-    return []
+    return [], close(program)
 
 
 def close(program: Program) -> Program:
