@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from partita.program.blocks import renumbered, touched
-from partita.program.dims import Signature
+from partita.program.dims import identity
 from partita.program.events import Compute, Event, Kind, Phase, Repeat, Tensor
 from partita.program.program import Program
 
@@ -90,10 +90,7 @@ class _Saying:
         return self._copy(TO_DEVICE, newest, out, _module(steps, parameter))
 
     def _copy(self, op: str, source: int, target: int, module: str) -> Compute:
-        t = self.tensors[source]
-        cells = [(f"d{n}",) for n in range(len(t.dims))]
-        signature = Signature([cells], [list(cells)], linear="pass", dims={f"d{n}": dim for n, dim in enumerate(t.dims)})
-        return Compute(op, module, Phase.OPTIMIZER, (source,), (target,), 0, signature)
+        return Compute(op, module, Phase.OPTIMIZER, (source,), (target,), 0, identity(self.tensors[source].dims))
 
 
 def _reads(steps: Sequence[Compute], tensor: int) -> bool:

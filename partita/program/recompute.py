@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from partita.program.blocks import inside, renumbered, touched
-from partita.program.dims import Signature
-from partita.program.events import Collective, Compute, Event, Phase, Tensor
+from partita.program.dims import Signature, identity
+from partita.program.events import Collective, Compute, Event, Kind, Phase, Tensor
 from partita.program.program import Program
 
 DROP = "drop"  # says that a storage goes, and computes nothing
@@ -97,7 +97,7 @@ class _Saying:
         stop = max(made_last + 1, saved_last)  # an op saves what it reads before it runs: it is not repeated for that
         repeated = [n for n in run[:stop] if not kept_by(events[n], self.keep)]
         fresh = self._fresh(i for n in repeated for i in _outs(events[n]))
-        self.before.setdefault(readers[0], []).extend(e for n in repeated if (e := _again(events[n], fresh)))
+        self.before.setdefault(readers[0], []).extend(self._again(repeated, fresh))
         saved = read | {self.tensors[i].root for i in read}  # what goes is named by the storage
         for n in back:
             if names := {i: fresh[i] for i in touched(events[n]) if i in fresh and i in saved}:
@@ -105,9 +105,32 @@ class _Saying:
             for t in (self.tensors[i] for i in _outs(events[n])):  # views that backward makes of what was saved
                 if t.root in fresh and t.root in saved:
                     self.tensors[t.id] = replace(t, root=fresh[t.root])
-        held = tuple(i for n in run[stop:] if kept_by(events[n], self.keep) for i in _outs(events[n]))
-        if held:  # nothing reads them again, and they live as long as the region
+        vain = [i for n in run[stop:] if kept_by(events[n], self.keep) for i in _outs(events[n])]  # nothing reads them again
+        held = tuple(dict.fromkeys([*self._inputs(repeated, made), *vain]))
+        if held:  # they live as long as the region
             self.after.setdefault(readers[-1], []).append(_drop(held, events[readers[-1]].module))
+
+    def _inputs(self, repeated: Sequence[int], made: set[int]) -> Iterator[int]:
+        """Storages of what the region reads from outside and the forward pass has made."""
+        for n in repeated:
+            event = self.events[n]
+            for i in event.ins if isinstance(event, Compute) else event.tensors:
+                root = self.tensors[i].root
+                if i not in made and root not in made and self.tensors[root].kind == Kind.ACTIVATION:
+                    yield root
+
+    def _again(self, repeated: Sequence[int], fresh: dict[int, int]) -> Iterator[Event]:
+        """The second pass. What enters as a summand is kept as it is and summed into a copy: added to `fresh`."""
+        for event in map(self.events.__getitem__, repeated):
+            if isinstance(event, Collective) and event.keeps is None:
+                for i in (i for i in event.tensors if i not in fresh):
+                    t = self.tensors[i]
+                    whole = {axis: layout for axis, layout in t.layouts.items() if axis != event.axis}
+                    fresh[i] = len(self.tensors)
+                    self.tensors.append(replace(t, id=fresh[i], root=fresh[i], kind=Kind.ACTIVATION, name="", layouts=whole))
+                    yield Compute("clone", event.module, Phase.RECOMPUTE, (i,), (fresh[i],), 0, identity(t.dims))
+            if again := _again(event, fresh):
+                yield again
 
     def _fresh(self, ids: Iterable[int]) -> dict[int, int]:
         """Tensors like the given ones, with their views among themselves."""
