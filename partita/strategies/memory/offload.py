@@ -1,7 +1,7 @@
 """Keeps what the optimizer keeps in host memory, and steps there: gradients go to the host, parameters come back.
 
     Adam, float32, w bytes of parameters on a rank        device memory - 2 w
-    time, host link of B bytes a second, host memory of M    2 w / B to the host + w / B back + 7 w / M for the step
+    time, host link of B bytes a second, host memory of M    2 w / B there, w / B back, 20 w / M for torch's Adam, op by op
 
 With master copies of half-precision parameters, they live on the host too, and only gradients go there. Where device and host
 memory are one (CPU), nothing is moved and nothing is saved.

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import partita as pt
 from partita.cluster import cluster_of
@@ -18,6 +19,7 @@ from partita.proof.laws import broken
 from partita.proof.matrix import small_workloads
 from partita.proof.prove import prove_plan
 from partita.proof.shrink import SAMPLES
+from partita.runtime.offload import Offloaded
 from partita.runtime.programs import program_of
 from partita.simulate import estimate
 from partita.strategies import DDP, Offload, Recompute, TensorParallel
@@ -126,6 +128,35 @@ def test_nothing_more_is_sent(mesh):
 def test_the_square_commutes(name, mesh, accumulate, inner):
     proof = prove_plan(plan_of(name, mesh, accumulate, inner), shrink=False)
     assert proof.proved, proof.reasons
+
+
+def test_the_optimizer_a_user_holds_steps_on_the_host(monkeypatch):
+    moved = []
+
+    def away(self, p):
+        moved.append(p)
+        return True
+
+    monkeypatch.setattr(Offloaded, "_away", away)
+
+    def trained(plan):
+        torch.manual_seed(0)
+        with pt.session(plan) as session:
+            model, optimizer = session.wrap(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), adam)
+            for step in range(3):
+                x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+                session.step(model, {"input": x}, lambda out, batch: out.square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            return session.state_dict()
+
+    plain, ours = trained(Plan()), trained(Plan(strategies=[Offload()]))
+    assert len(moved) == 3 * 4
+    assert all(torch.equal(plain[name], ours[name]) for name in plain)
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
 @pytest.mark.gloo
