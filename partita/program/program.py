@@ -25,6 +25,7 @@ class Program:
         reduce_dtype: dtype gradients are summed in; None means their own.
         clip: The step clips the global gradient norm.
         dynamic: Control flow depends on data: which parameters get a gradient may differ per rank and step.
+        calls: Path of a module that is called more than once in a forward pass -> how often.
         notes: Things a report should say: opaque ops, modules left whole.
     """
 
@@ -40,6 +41,7 @@ class Program:
     reduce_dtype: str | None = None
     clip: bool = False
     dynamic: bool = False
+    calls: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     # ---- reading

@@ -80,7 +80,7 @@ class _Saying:
         self.names: dict[int, dict[int, int]] = {}
         for path in paths:
             back = [n for n, e in enumerate(self.events) if e.phase == Phase.BACKWARD and inside(path, e.module)]
-            for run in _runs(self.events, path):
+            for run in _runs(self.events, path, self.program.calls.get(path, 1)):
                 self._say(run, back)
         return replace(self.program, tensors=tuple(self.tensors), segments=self._segments())
 
@@ -154,14 +154,33 @@ class _Saying:
         return tuple(segments)
 
 
-def _runs(events: Sequence[Event], path: str) -> list[list[int]]:
-    """The forward events of each call of a module. Of the whole model: up to the last event inside a module of its own."""
+def unclear_calls(program: Program, paths: Iterable[str]) -> list[str]:
+    """Modules that are called several times, and whose calls cannot be told apart."""
+    events = list(program.events())
+    return [p for p in paths if (n := program.calls.get(p, 1)) > 1 and len(_runs(events, p, n)) != n]
+
+
+def _runs(events: Sequence[Event], path: str, calls: int = 1) -> list[list[int]]:
+    """The forward events of each call of a module. Of the whole model: up to the last event inside a module of its own.
+
+    Calls that follow each other without anything between are told apart where all of them are alike.
+    """
     forward = [n for n, e in enumerate(events) if e.phase == Phase.FORWARD]
     if not path:
         last = max((n for n in forward if events[n].module), default=-1)
         return [[n for n in forward if n <= last]]
     groups = itertools.groupby(forward, key=lambda n: inside(path, events[n].module))
-    return [list(group) for within, group in groups if within]
+    found = [list(group) for within, group in groups if within]
+    if len(found) != 1 or calls == 1:
+        return found
+    run = found[0]
+    ops = [k for k, n in enumerate(run) if isinstance(events[n], Compute) and not _drops(events[n])]
+    size = len(ops) // calls
+    names = [(events[run[k]].op, events[run[k]].module) for k in ops]
+    if size * calls != len(ops) or names != names[:size] * calls:
+        return found
+    ends = [ops[(n + 1) * size - 1] + 1 for n in range(calls - 1)] + [len(run)]  # what moves before an op is of its call
+    return [run[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
 
 def _outs(event: Event) -> tuple[int, ...]:

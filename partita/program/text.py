@@ -10,7 +10,7 @@ from partita.program.events import Collective, Compute, Event, Kind, Partial, Ph
 from partita.program.program import Program
 
 FORMAT = 1
-PLAIN = ("loss", "microbatches", "reduce_dtype", "clip", "dynamic")  # fields of Program that are JSON already
+PLAIN = ("loss", "microbatches", "reduce_dtype", "clip", "dynamic", "calls")  # fields of Program that are JSON already
 
 
 def to_json(program: Program) -> str:

@@ -211,6 +211,7 @@ class _Step:
             sums=sums,
             loss=self.loss,
             dynamic=self.kind == "real" or bool(tape.steered),
+            calls={name: n for name, n in tape.where.calls.items() if n > 1},
             notes=tuple(self.notes + self._notes()),
         )
         return replace(flat, classes=classes_of(flat, self.subject.hints))

@@ -4,6 +4,7 @@ Each op becomes a `Compute` with single-assignment tensors. Nothing here keeps a
 autograd copy gradients it would otherwise take over, so tensors and storages are watched through weak references.
 """
 
+import collections
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -41,6 +42,7 @@ class Where:
         self.again = 0  # forwards that started inside backward: recomputation
         self.of: dict[int, str] = {}  # autograd sequence number -> module
         self.last = ""
+        self.calls: collections.Counter[str] = collections.Counter()  # in the forward pass
 
     def __enter__(self) -> "Where":
         enter = nn.modules.module.register_module_forward_pre_hook(self._enter)
@@ -54,7 +56,10 @@ class Where:
 
     def _enter(self, module: nn.Module, _: object) -> None:
         self.stack.append(self.names.get(owner_of(module), self.stack[-1]))
-        self.again += torch._C._current_graph_task_id() != -1
+        backward = torch._C._current_graph_task_id() != -1
+        self.again += backward
+        if not backward and module in self.names:
+            self.calls[self.names[module]] += 1
 
     def _leave(self, *_: object) -> None:
         if len(self.stack) > 1:

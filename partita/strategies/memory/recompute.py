@@ -22,7 +22,7 @@ from partita.errors import Fault, refuse
 from partita.mesh import Mesh
 from partita.program import Program
 from partita.program.fold import unfold
-from partita.program.recompute import blocks_of, modules_of, say_recompute
+from partita.program.recompute import blocks_of, modules_of, say_recompute, unclear_calls
 from partita.strategy import Case, Place, Promise, Strategy
 
 if TYPE_CHECKING:
@@ -62,8 +62,9 @@ class Recompute(Strategy):
         return ()
 
     def check(self, program: Program, mesh: Mesh) -> Sequence[Fault]:
-        if self._regions(program):
-            return []
+        regions = self._regions(program)
+        if regions:
+            return [_unclear(path, program.calls[path]) for path in unclear_calls(program, regions)]
         return [
             Fault(
                 "P116",
@@ -109,6 +110,17 @@ class Recompute(Strategy):
         if self.modules != ("*",):
             return modules_of(program, self.modules)
         return [""] if self.policy == "full" else blocks_of(program)
+
+
+def _unclear(path: str, calls: int) -> Fault:
+    return Fault(
+        "P116",
+        f"Recompute() cannot tell the calls of module {path!r} apart",
+        f"it is called {calls} times in a forward pass, and the calls are not alike",
+        "each call of a module is a region of its own, computed again just before its own backward pass",
+        "leave it out with modules = [...] of recompute, or policy = 'full'",
+        "modules",
+    )
 
 
 def _faults(policy: str, keep: Sequence[str]) -> list[Fault]:

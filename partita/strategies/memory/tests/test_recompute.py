@@ -4,15 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import partita as pt
 from partita.errors import Refused
 from partita.mesh import Mesh
 from partita.plans import Plan, load_text
+from partita.program.fold import unfold
 from partita.proof.laws import broken
 from partita.proof.matrix import small_workloads
 from partita.proof.prove import prove_plan
 from partita.proof.shrink import SAMPLES
+from partita.runtime.programs import program_of
 from partita.strategies import DDP, GARDEN, Recompute, TensorParallel
 from partita.strategy import Promise
 from partita.workload import GPT, MLP, Workload
@@ -115,3 +118,48 @@ def test_globs_choose_what_is_recomputed():
     for globs in (("blocks.1",), ("*.mlp",)):
         proof = prove_plan(plan_of("gpt", {"tp": 2}, modules=globs), shrink=False)
         assert proof.proved, proof.reasons
+
+
+class Shared(nn.Module):
+    """One block, called three times: twice in a row, and once more after something else."""
+
+    def __init__(self, *, apart):
+        super().__init__()
+        self.blocks, self.apart = nn.ModuleList([nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))]), apart
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.blocks[0](x)
+            x = x.tanh() if self.apart else x
+        return self.head(x)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("apart", [True, False], ids=["something between", "in a row"])
+def test_each_call_of_a_shared_block_is_a_region(apart):
+    def make():
+        torch.manual_seed(0)
+        return Shared(apart=apart)
+
+    def batches(step):
+        g = torch.Generator().manual_seed(step)
+        return {"x": torch.randn(4, 8, generator=g), "y": torch.randn(4, 4, generator=g)}
+
+    proof = pt.prove(
+        Plan(mesh={"tp": 2}, strategies=[TensorParallel(), Recompute(modules=("blocks.0",))]),
+        model=make,
+        batches=batches,
+        loss=lambda out, batch: (out - batch["y"]).square().mean(),
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    )
+    assert proof.proved, proof.reasons
+    assert proof.said >= 5
+
+
+@pytest.mark.law
+def test_calls_that_cannot_be_told_apart_are_refused():
+    program = replace(unfold(program_of(Workload("gpt", GPT(layers=2), batch=2))), calls={"blocks.0": 5})
+    (fault,) = Recompute().check(program, Mesh())
+    assert fault.code == "P116"
+    assert "5 times" in fault.have
