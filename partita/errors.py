@@ -31,6 +31,8 @@ CODES = {
     "P117": "BadCheckpoint",
     "P118": "WrongRanks",
     "P119": "MissingKey",
+    "P120": "BadSchedule",
+    "P121": "BadStages",
 }
 
 

@@ -22,8 +22,8 @@ from partita.errors import Fault, Refused
 from partita.mesh import Mesh
 from partita.plans import Plan
 from partita.program.program import Program
-from partita.simulate import costs_of, estimate, run_clock
-from partita.strategy import Place, Strategy, checked
+from partita.simulate import costs_of, predict, run_clock
+from partita.strategy import Place, Strategy, check, compose_roles
 from partita.units import format_bytes
 from partita.workload import Workload
 
@@ -200,6 +200,7 @@ def candidates(ranks: int, strategies: Sequence[type[Strategy]]) -> Iterator[tup
     if ranks == 1:
         yield Mesh(), ()
         return
+    strategies = [cls for cls in strategies if cls.place != Place.PIPELINE]  # their microbatches are the user's to choose yet
     places = sorted({cls.place for cls in strategies})
     options = [[None, *(cls for cls in strategies if cls.place == place)] for place in places]
     for combination in product(*options):
@@ -246,12 +247,12 @@ def _judge(
     """The plan and its figures, or why it cannot be."""
     try:
         plan = Plan(workload, cluster.name, mesh.ranks, mesh, chosen)
-        faults, said = checked(program, chosen, mesh)
-        if faults:
+        if faults := check(program, chosen, mesh):
             return _reason(faults)
+        said = compose_roles(program, chosen, mesh)
     except Refused as refused:
         return _reason(list(refused.faults))
-    return plan, estimate(said, cluster, mesh, workload)
+    return plan, predict(said, cluster, mesh, workload)
 
 
 def _reason(faults: list[Fault]) -> str:

@@ -229,6 +229,75 @@ def test_losses_whose_ops_have_no_rule(loss):
     same(PLAIN.but(loss=loss), "dp=2")
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o, b: F.gaussian_nll_loss(o[:, :3], b["x"][:, :3], o[:, 3:].exp()),
+        lambda o, b: -torch.distributions.Normal(o[:, :3], o[:, 3:].exp()).log_prob(b["x"][:, :3]).mean(),
+    ],
+    ids=["gaussian", "a distribution"],
+)
+def test_arguments_that_torch_checks_do_not_mix_samples(loss):
+    for layout in ("dp=2", "accumulate=2"):
+        same(PLAIN.but(loss=loss), layout)
+
+
+def by_mask(self, x):
+    best, y = self.gate(x).argmax(-1), torch.zeros_like(x)
+    for k, expert in enumerate(self.experts):
+        if (best == k).any():
+            y[best == k] = expert(x[best == k])
+    return y
+
+
+def by_counted_mask(self, x):
+    best, y = self.gate(x).argmax(-1), torch.zeros_like(x)
+    for k, expert in enumerate(self.experts):
+        if (best == k).sum() == 0:
+            continue
+        y[best == k] = expert(x[best == k])
+    return y
+
+
+def by_number(self, x):
+    (weight, best), y = self.gate(x).softmax(-1).max(-1), torch.zeros_like(x)
+    for k, expert in enumerate(self.experts):
+        own = (best == k).nonzero().squeeze(1)
+        if own.numel():
+            y = y.index_add(0, own, weight[own, None] * expert(x[own]))
+    return y
+
+
+def by_place(self, x):
+    (weight, best), y = self.gate(x).softmax(-1).topk(1, -1), torch.zeros_like(x)
+    for k, expert in enumerate(self.experts):
+        own, place = torch.where(best == k)
+        y[own] += weight[own, place, None] * expert(x[own])
+    return y
+
+
+def by_order(self, x):
+    weight, best = self.gate(x).softmax(-1).max(-1)
+    order, counts = best.argsort(stable=True), torch.bincount(best, minlength=2).tolist()
+    made = torch.cat([expert(part) for expert, part in zip(self.experts, x[order].split(counts), strict=True)])
+    return torch.empty_like(made).index_copy(0, order, made) * weight[:, None]
+
+
+@pytest.mark.parametrize("route", [by_mask, by_counted_mask, by_number, by_place, by_order])
+def test_samples_that_are_routed_to_experts_do_not_mix(route):
+    experts = lambda: nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+    make = module(route, gate=lambda: nn.Linear(6, 2), experts=experts)
+    for layout in ("dp=2", "accumulate=2"):
+        same(PLAIN.but(make=make), layout)
+
+
+@pytest.mark.parametrize("pick", [lambda n: torch.arange(n).roll(1), lambda n: torch.zeros(1, dtype=torch.long)])
+def test_samples_that_are_picked_from_all_of_them_are_refused(pick):
+    make = module(lambda s, x: plain(s, 0.7 * x + 0.3 * x[pick(len(x))]))
+    for layout in ("dp=2", "accumulate=2"):
+        refused(PLAIN.but(make=make), layout, "P114")
+
+
 def test_batch_norms_in_evaluation_and_instance_norms_mix_nothing():
     def frozen():
         torch.manual_seed(1)
@@ -352,6 +421,23 @@ def test_draws_of_python_and_numpy_are_the_runs_own():
         refused(task, "accumulate=2", "P115", "random numbers")
 
 
+def test_what_is_counted_outside_of_the_module_is_refused_whatever_the_layout():
+    """Capture and looks have counted on before step 1: even one rank would start from another number."""
+    calls = []
+
+    def annealed(o, b):
+        calls.append(1)
+        return o.square().mean() * min(1.0, len(calls) / 100)
+
+    def forward(self, x):
+        calls.append(1)
+        return plain(self, x) * len(calls)
+
+    for layout in ("one", "dp=2", "tp=2", "accumulate=2"):
+        refused(PLAIN.but(loss=annealed), layout, "P115", "another one each time", "batches(step) knows the step")
+        refused(PLAIN.but(make=module(forward)), layout, "P115", "another one each time")
+
+
 # ---------------------------------------------------------------- paths
 def test_a_branch_that_the_first_batch_does_not_show():
     def forward(self, x):
@@ -473,6 +559,28 @@ def test_a_loader_that_shuffles_is_read_once():
     whole = truth(PLAIN.but(data=loader()))
     for layout in ("one", "dp=2"):
         alike(split(PLAIN.but(data=loader()), layout), whole)
+
+
+def test_a_proof_reads_a_shuffled_loader_once():
+    rows = [{"x": r} for r in waves(0, 24, 6)["x"]]
+    for layout in ("dp=2", "tp=2"):
+        loader = DataLoader(rows, batch_size=8, shuffle=True)
+        assert pt.prove(plan_of(layout), model=PLAIN.make, batches=loader, loss=square, optimizer=sgd, steps=3).proved
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "tp=2", "accumulate=2", "dp=2 tp=2"])
+def test_a_proof_of_batches_whose_length_changes(layout):
+    data = lambda step: waves(step, 4, 3 + step, 6)
+    same(PLAIN.but(data=data), layout)
+    proof = pt.prove(plan_of(layout), model=PLAIN.make, batches=data, loss=square, optimizer=sgd, steps=3)
+    assert proof.proved, proof.json()
+
+
+def test_a_proof_says_what_is_no_number_on_both_sides():
+    data = lambda step: {"x": waves(step)["x"] * (float("nan") if step == 1 else 1)}
+    proof = pt.prove(plan_of("dp=2"), model=PLAIN.make, batches=data, loss=square, optimizer=sgd, steps=3)
+    assert proof.proved, proof.json()
+    assert any("loss of step 2" in note and "no number" in note for note in proof.json()["notes"])
 
 
 def test_a_name_that_the_batch_has_not_is_refused():

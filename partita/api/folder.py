@@ -11,7 +11,7 @@ from partita.errors import Fault
 from partita.pages.json import dumps
 from partita.plans import Plan
 from partita.runtime.checkpoint import latest, peek
-from partita.runtime.launch import ranks_from_environment
+from partita.runtime.launch import first_rank
 
 
 def folders(plan: Plan, out: str | Path | None, resume: str | Path | None, *, own: bool) -> tuple[Path | None, Path | None]:
@@ -49,12 +49,6 @@ def steps_left(source: Path | None, steps: int) -> list[Fault]:
             "P112", f"steps = {steps} leaves nothing to do", f"the checkpoint has {done} steps", law, f"steps > {done}", "steps"
         )
     ]
-
-
-def first_rank() -> bool:
-    """Whether this process is the first of those torchrun made, or the only one."""
-    launched = ranks_from_environment()
-    return launched is None or launched.rank == 0
 
 
 def opened(folder: Path, plan: Plan, predicted: Estimate) -> None:

@@ -1,7 +1,7 @@
 """plan, estimate, load: everything that starts no rank. A program that is in the cache needs no torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +14,42 @@ from partita.plans import Plan
 from partita.program import Program
 from partita.runtime.launch import cache_folder
 from partita.runtime.programs import program_of
-from partita.simulate import Timeline, simulate
-from partita.simulate import estimate as predict
+from partita.simulate import Played, Span, Timeline, play_roles, predict, simulate, spans_of
 from partita.strategies import GARDEN
-from partita.strategy import check, compose
+from partita.strategy import check, compose_roles
 from partita.workload import Workload
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Predicted figures of a plan, and the Program′ they were read from."""
+    """Predicted figures of a plan, and the Program′ of each role they were read from."""
 
     plan: Plan
-    program: Program
+    roles: tuple[Program, ...]
     cluster: Cluster
     figures: Figures
+
+    @property
+    def program(self) -> Program:
+        """Program′ of the first role: of every rank, where the plan has no pipeline."""
+        return self.roles[0]
 
     def json(self) -> dict[str, Any]:
         """The keys of the contract."""
         return figures_json(self.figures, self.plan.hash)
 
     def timeline(self) -> Timeline:
-        """Every event with start and end, for a trace."""
+        """Every event of the first role with start and end, for a trace."""
         return simulate(self.program, self.cluster, self.plan.mesh, traced=True)
+
+    def played(self) -> Played | None:
+        """The schedule by the clock, if the plan has a pipeline."""
+        return play_roles(self.roles, self.cluster, self.plan.mesh) if self.program.pipeline else None
+
+    def spans(self) -> dict[int, list[Span]]:
+        """Rank (along the pipeline) -> what it does when: of a pipeline its passes in one round, else every event."""
+        played = self.played()
+        return spans_of(played.schedule, played.table) if played else {0: list(self.timeline().spans)}
 
 
 def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Plan:
@@ -61,11 +74,11 @@ def estimate(plan: Plan, program: Program | None = None) -> Estimate:
     workload = plan.workload
     if program is None:
         workload = with_workload(plan)
-        program = program_of(workload, cache_folder())
+        program = program_of(replace(workload, accumulate=plan.microbatches), cache_folder())
     refuse(check(program, plan.strategies, plan.mesh))
-    said = compose(program, plan.strategies, plan.mesh)
+    roles = compose_roles(program, plan.strategies, plan.mesh)
     cluster = cluster_at(plan.cluster)
-    return Estimate(plan, said, cluster, predict(said, cluster, plan.mesh, workload or Workload("python")))
+    return Estimate(plan, roles, cluster, predict(roles, cluster, plan.mesh, workload or Workload("python")))
 
 
 def with_workload(plan: Plan) -> Workload:

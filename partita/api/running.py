@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from partita.api.folder import first_rank, folder_faults, folders, opened, steps_left
+from partita.api.folder import folder_faults, folders, opened, steps_left
 from partita.api.own import Batches, Loss, Model, OptimizerFactory, subject_from
 from partita.api.planning import Estimate, estimate, probed, with_workload
 from partita.api.planning import plan as search_plans
@@ -24,7 +24,7 @@ from partita.program import Program
 from partita.runtime.batch import Feed, divides
 from partita.runtime.capture import capture
 from partita.runtime.checkpoint import steps as steps_of
-from partita.runtime.launch import ranks_from_environment
+from partita.runtime.launch import first_rank, ranks_from_environment
 from partita.runtime.outcome import Outcome, run
 from partita.runtime.programs import dressed
 from partita.runtime.sample import sample
@@ -203,6 +203,8 @@ def train(  # noqa: PLR0913 - the contract's keywords
     done = Run(plan, predicted, outcome, outcome.figures(), folder, text, predicted.figures.notes)
     if folder is not None and done.speaks:
         (folder / "summary.json").write_text(dumps(_movable(done.json())) + "\n")
+        timelines = {str(r["rank"]): r["timeline"] for r in outcome.results}
+        (folder / "timeline.json").write_text(dumps(timelines) + "\n")
     if outcome.interrupted:
         at = f"; go on with: partita train --resume {folder}" if folder else ""
         raise KeyboardInterrupt(f"stopped after step {done.json()['steps']}{at}")
@@ -227,11 +229,11 @@ def _pair(clip: tuple[float, float] | float | None) -> tuple[float, float] | Non
 def _completed(asked: Training, plan: Plan, subject: Subject, *, own: bool) -> Training:
     """What was asked for, and the rest from the plan's workload."""
     if own:
-        return replace(asked, microbatches=plan.accumulate)
+        return replace(asked, microbatches=plan.microbatches)
     workload = with_workload(plan)
     return replace(
         asked,
-        microbatches=workload.accumulate,
+        microbatches=plan.microbatches,
         clip=asked.clip or _pair(workload.clip),
         schedule=workload.schedule,
         warmup=workload.warmup,

@@ -56,8 +56,7 @@ def session(plan: Plan, *, batch_norm: str | None = None, forward: tuple[str, ..
     """
     launched = ranks_from_environment()
     if launched is not None:
-        with joined(plan.mesh, launched) as net:
-            yield _session(net, plan, batch_norm, forward)
+        yield _session(joined(plan.mesh, launched), plan, batch_norm, forward)
         return
     if plan.mesh.ranks > 1:
         have = " x ".join(f"{name} = {size}" for name, size in plan.mesh.axes) + ", one process"
@@ -71,4 +70,4 @@ def session(plan: Plan, *, batch_norm: str | None = None, forward: tuple[str, ..
 
 def _session(net: Net, plan: Plan, batch_norm: str | None, forward: tuple[str, ...] | None) -> Session:
     seed = plan.workload.seed if plan.workload else 0
-    return Session(net, plan.strategies, accumulate=plan.accumulate, seed=seed, batch_norm=batch_norm, forward=forward)
+    return Session(net, plan.strategies, accumulate=plan.microbatches, seed=seed, batch_norm=batch_norm, forward=forward)

@@ -89,6 +89,12 @@ def run_facts(folder: Path) -> dict[str, Any]:
     return {"run_dir": str(folder), **came, "predicted": _parsed(predicted)}
 
 
+def run_timeline(folder: Path) -> dict[int, list[list[Any]]]:
+    """Rank -> [name, phase, start, end] of the last step a run left behind."""
+    path = folder / "timeline.json"
+    return {int(rank): marks for rank, marks in _parsed(path).items()} if path.is_file() else {}
+
+
 def _line(text: str) -> dict[str, Any]:
     try:
         return plain.loads(text)

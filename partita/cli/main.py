@@ -13,6 +13,7 @@ from partita import __version__
 from partita.cli.parser import Parser
 from partita.errors import Fault, Refused, RunFailed
 from partita.plans import nearest
+from partita.runtime.launch import first_rank
 
 COMMANDS = {
     "plan": "find the best plan of a workload on a cluster, and say why the others lost",
@@ -36,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{type(failed).__name__}: {failed}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stopped:
-        print(str(stopped) or "interrupted", file=sys.stderr)
+        if first_rank():  # torchrun interrupts every rank
+            print(str(stopped) or "interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has gone; nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

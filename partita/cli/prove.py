@@ -5,6 +5,7 @@ import argparse
 import partita
 from partita.cli.parser import count, read_plan, shared
 from partita.pages import json, text
+from partita.runtime.launch import first_rank
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +17,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     plan = read_plan(args)  # before the verb is looked up: a refusal needs no torch
     got = partita.prove(plan, ranks=args.ranks)
-    said = got.json()
-    print(json.dumps(said) if args.json else text.proof(said))
+    if first_rank():
+        said = got.json()
+        print(json.dumps(said) if args.json else text.proof(said))
     return 0 if got.proved else 1

@@ -127,6 +127,12 @@ class Cluster:
     def source(self, key: str) -> str:
         return self.numbers[key].cited
 
+    @property
+    def kernel(self) -> float:
+        """Bytes a rank keeps for every shape of a product of half types: what its library compiles for it; 0 on a GPU."""
+        found = self.numbers.get("device.kernel")
+        return found.value if found else 0.0
+
     def flop_per_second(self, dtype: str) -> float:
         """Dense peak of one device; float32's for a dtype that is not listed."""
         found = self.numbers.get(f"device.flop.{dtype}") or self.numbers["device.flop.float32"]

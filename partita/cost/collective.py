@@ -25,6 +25,7 @@ SEGMENT = 1 << 20  # bytes of a segment of gloo's ring; counted on its sockets a
 FRAME = (
     144  # bytes of the three 48 B headers that go with one message of gloo (ready to send, ready to receive, data); as above
 )
+MESSAGES = ("send", "receive")  # between two ranks of an axis
 
 
 # ---- closed forms: seconds
@@ -65,7 +66,9 @@ def hierarchical(size: float, inside: int, across: int, inner: Link, outer: Link
 
 
 def algorithmic(op: str, size: float, ranks: int) -> float:
-    """Bytes a rank must send at least, in the bandwidth-optimal form of `op`."""
+    """Bytes a rank must send at least, in the bandwidth-optimal form of `op`; what is received is the sender's."""
+    if op in MESSAGES:
+        return size if op == "send" else 0.0
     return size * (ranks - 1) / ranks * (2 if op == "all_reduce" else 1)
 
 
@@ -86,7 +89,9 @@ def backend_bytes(backend: str, op: str, size: int, ranks: int, width: int = 4) 
         return 0.0
     if backend != "gloo":
         return algorithmic(op, size, ranks)
-    if op in ("all_reduce", "reduce_scatter"):
+    if op in MESSAGES:
+        sent, messages = algorithmic(op, size, ranks), 1 if op == "send" else 0
+    elif op in ("all_reduce", "reduce_scatter"):
         sent, messages = algorithmic("all_reduce", size, ranks), 2 * (ranks - 1) / ranks * ring_segments(size, ranks, width)
     else:
         steps = {"all_gather": 2 * (ranks - 1), "all_to_all": ranks - 1, "broadcast": (ranks - 1) / ranks}
@@ -161,7 +166,7 @@ class Charge:
 
 def charge(op: str, size: float, route: Route, cluster: Cluster) -> Charge:
     """Time of one call of `op` with `size` bytes on the large side."""
-    if route.size == 1 or not size:
+    if route.size == 1 or not size or op == "receive":
         return Charge(0.0, "none", "")
     measured = _measured(op, size, route, cluster)
     if measured is not None:
@@ -175,10 +180,14 @@ def charge(op: str, size: float, route: Route, cluster: Cluster) -> Charge:
 def _gloo(op: str, size: float, route: Route) -> dict[str, float]:
     sent = backend_bytes("gloo", op, int(size), route.size)
     steps = (route.size - 1) * (2 if op in ("all_reduce", "reduce_scatter") else 1)
+    if op == "send":
+        return {"message": route.slowest.latency + sent / route.bandwidth}
     return {"ring": steps * route.slowest.latency + sent / route.bandwidth}
 
 
 def _nccl(op: str, size: float, route: Route) -> dict[str, float]:
+    if op == "send":
+        return {"message": route.slowest.latency + size / route.slowest.bandwidth}
     rounds = 2 if op == "all_reduce" else 1
     hops = rounds * (route.across - 1)
     latency = hops * route.slowest.latency + (rounds * (route.size - 1) - hops) * route.inner.latency

@@ -136,6 +136,7 @@ def table_of(raw: Mapping[str, Any], tables: Mapping[str, Any], residuals: Mappi
             "flop": {dtype: number(max(found)) for dtype, found in rates.items()},
             "efficiency": {"matmul": number(median(rates["float32"]) / max(rates["float32"])), "memory": number(1.0)},
             **{name: number(raw["overheads"][name]) for name in ("autograd", "view", "step")},
+            **({"kernel": number(raw["kernel"]["bytes"])} if raw.get("kernel") else {}),
         },
         "links": {
             "node": {

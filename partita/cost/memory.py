@@ -7,14 +7,16 @@
 
 What lives in the host's memory is left out, unless it is the device's own (`gloo`, on CPU).
 
-Views share the storage of their root. An op's inputs and outputs exist together; what kernels take inside themselves is unseen.
+Views share the storage of their root. An op's inputs and outputs exist together. Of what kernels take inside themselves one
+thing is said: a CPU's library compiles a product of half types anew for every shape, and keeps that. The rest is unseen: what a
+product packs its operands in (a few MiB), and the float32 tiles of half-type kernels.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from partita.program.blocks import block_number
-from partita.program.events import Collective, Compute, Event, Kind, Phase
+from partita.program.events import RECEIVED, Collective, Compute, Event, Kind, Phase
 from partita.program.fold import stretch, unfold
 from partita.program.host import COPIES
 from partita.program.program import Program
@@ -29,6 +31,7 @@ STATIC = {
 HALF = ("float16", "bfloat16")
 FEW = 3  # copies of a folded block that are written out: a first, a middle and a last one
 OTHER = ("buffers", "inputs", "constants", "communication")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,13 @@ class Occupancy:
     other: Mapping[str, int]
 
 
-def occupancy(program: Program, backend: str = "nccl") -> Occupancy:
-    """Peak memory of the rank that runs `program`.
+def occupancy(program: Program, backend: str = "nccl", kernel: float = 0.0) -> Occupancy:
+    """Peak memory of the rank that runs `program`; of a pipeline's role, see `cost/stages.py`.
+
+    Args:
+        program: Program′.
+        backend: What copies its collectives make.
+        kernel: Bytes that stay for every shape of a product of half types.
 
     A folded program is not written out: what stands for its middle copies is walked once and counted for all of them.
     """
@@ -62,14 +70,16 @@ def occupancy(program: Program, backend: str = "nccl") -> Occupancy:
         found = list(amounts)
         return found[-1] + left * (found[-1] - found[0])
 
-    fixed = [_static(one, apart=backend != "gloo") for one in few]
+    fixed = [static_bytes(one, apart=backend != "gloo") for one in few]
     static = {name: grown(one[name] for one in fixed) for name in fixed[-1]}
     buffers = grown(map(gradient_buffers, few))
-    kept = frozenset() if buffers else frozenset(_roots(flat, flat.gradients.values()))
+    kept = frozenset() if buffers else frozenset(roots(flat, flat.gradients.values()))
     prefix = next((s.block[:-1] for s in program.segments if s.block), "")
     walk = _Walk(flat, kept, backend, _middle(program) if left else {}, left, prefix)
     walk.run()
     other = {name: static[name] for name in OTHER if name in static} | {"communication": walk.parts["communication"]}
+    if kernels := round(kernel * half_products(program)):
+        other["kernels"] = kernels
     parts = {
         "parameters": static["parameters"],
         "gradients": buffers + walk.parts["gradients"],
@@ -77,7 +87,19 @@ def occupancy(program: Program, backend: str = "nccl") -> Occupancy:
         "activations": walk.parts["activations"],
         "other": sum(other.values()),
     }
-    return Occupancy(sum(static.values()) + buffers + walk.peak, walk.place, parts, other)
+    return Occupancy(sum(static.values()) + buffers + walk.peak + kernels, walk.place, parts, other)
+
+
+def half_products(program: Program) -> int:
+    """Shapes of products of half types, one for each way their operands lie."""
+    turned: set[int] = set()
+    found = set()
+    for e in program.events():
+        if isinstance(e, Compute) and e.op in ("t", "transpose"):
+            turned |= set(e.outs) if e.ins[0] not in turned else set()
+        elif isinstance(e, Compute) and e.op in PRODUCTS and program.tensors[e.outs[0]].dtype in HALF:
+            found.add((e.op, *((program.local_shape(i), i in turned) for i in e.ins)))
+    return len(found)
 
 
 def _middle(program: Program) -> dict[int, int]:
@@ -107,15 +129,16 @@ def gradient_buffers(program: Program) -> int:
     return sum(size * (3 if wide and dtype in HALF else 1) for size, dtype in sizes)
 
 
-def _roots(program: Program, ids: Iterable[int]) -> list[int]:
+def roots(program: Program, ids: Iterable[int]) -> list[int]:
     return [program.tensors[i].root if program.tensors[i].root >= 0 else i for i in ids]
 
 
-def _static(program: Program, *, apart: bool) -> dict[str, int]:
+def static_bytes(program: Program, *, apart: bool = True) -> dict[str, int]:
     """Bytes of what lives all along on the device, by what it is; `apart`: the host's memory is another."""
     found = dict.fromkeys(STATIC.values(), 0)
     for tensor in program.tensors:
-        if tensor.kind in STATIC and tensor.root in (tensor.id, -1) and not (tensor.host and apart):
+        own = tensor.root in (tensor.id, -1) and not tensor.name.startswith(RECEIVED)
+        if tensor.kind in STATIC and own and not (tensor.host and apart):
             found[STATIC[tensor.kind]] += program.local_bytes(tensor.id)
     return found
 
@@ -139,7 +162,7 @@ class _Walk:
         self.spans, self.left, self.prefix = spans, left, prefix
         tensors = program.tensors
         self.root = [t.root if t.root >= 0 else t.id for t in tensors]
-        self.gradients = set(_roots(program, program.gradients.values()))
+        self.gradients = set(roots(program, program.gradients.values()))
         self.live: dict[int, int] = {}
         self.now = {"activations": 0, "gradients": 0}  # missing copies included
         self.peak = 0
@@ -149,7 +172,7 @@ class _Walk:
     def run(self) -> None:
         events = list(self.program.events())
         dying: dict[int, list[int]] = {}
-        for storage, at in _last_uses(events, self.root, self.gradients - self.kept).items():
+        for storage, at in last_uses(events, self.root, self.gradients - self.kept).items():
             if storage not in self.kept:
                 dying.setdefault(at, []).append(storage)
         end, entry, inside = -1, dict(self.now), []
@@ -160,7 +183,7 @@ class _Walk:
             if at in self.spans:
                 end, entry, inside = self.spans[at], dict(self.now), []
             self._make(event)
-            copies = _copies(event, self.backend)
+            copies = copies_of(event, self.backend)
             self._look(self.now, copies, event)
             if end >= 0:
                 inside.append((dict(self.now), copies, event))
@@ -190,7 +213,7 @@ class _Walk:
     def _look(self, now: Mapping[str, int], copies: int, event: Event, *, last: bool = False) -> None:
         total = sum(now.values()) + copies
         if total > self.peak:
-            self.peak, self.place = total, _place(replace(event, module=self._real(event, last=last)))
+            self.peak, self.place = total, place_of(replace(event, module=self._real(event, last=last)))
             self.parts = {**now, "communication": copies}
 
     def _rest(self, entry: Mapping[str, int], inside: Iterable[tuple[Mapping[str, int], int, Event]]) -> None:
@@ -203,7 +226,7 @@ class _Walk:
             self.now[kind] += size
 
 
-def _last_uses(events: Iterable[Event], root: list[int], buffered: set[int]) -> dict[int, int]:
+def last_uses(events: Iterable[Event], root: list[int], buffered: set[int]) -> dict[int, int]:
     """Storage -> index of the last event that touches it; gradients that go to buffers are free once backward made them."""
     last: dict[int, int] = {}
     for at, event in enumerate(events):
@@ -217,13 +240,13 @@ def _last_uses(events: Iterable[Event], root: list[int], buffered: set[int]) -> 
     return last
 
 
-def _copies(event: Event, backend: str) -> int:
+def copies_of(event: Event, backend: str) -> int:
     """Bytes a backend copies while a call is in flight: gloo's all-gather and reduce-scatter copy the large side."""
     if isinstance(event, Collective) and backend == "gloo" and event.op in ("all_gather", "reduce_scatter"):
         return event.nbytes
     return 0
 
 
-def _place(event: Event) -> str:
+def place_of(event: Event) -> str:
     name = event.op if isinstance(event, Compute) else f"{event.op} over {event.axis}"
     return f"{event.phase.value} {event.module or '(step)'}: {name}"

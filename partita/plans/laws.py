@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from partita.errors import Fault
 from partita.plans.numbers import divisors, listed, multiples
-from partita.strategy import Place, Strategy
+from partita.strategy import Place, Strategy, microbatches
 from partita.workload import GPT, Llama, Workload
 
 
@@ -137,19 +137,26 @@ def strategies_are_in_order(parts: Parts) -> list[Fault]:
 def batch_divides(parts: Parts) -> list[Fault]:
     work = parts.workload
     data = parts.size(parts.placed(Place.DATA))
-    if work is None or work.batch % (data * work.accumulate) == 0:
+    if work is None:
         return []
-    cures = [f"batch = {multiples(work.batch, data * work.accumulate)}"]
-    if work.batch % data == 0:
-        cures.append(f"accumulate = {listed(divisors(work.batch // data))}")
-    if work.batch % work.accumulate == 0:
-        cures.append(f"data ranks = {listed(divisors(work.batch // work.accumulate))}")
+    rounds = microbatches(parts.strategies, 1)
+    each = rounds * work.accumulate
+    if work.batch % (data * each) == 0:
+        return []
+    cures = [f"batch = {multiples(work.batch, data * each)}"]
+    if work.batch % (data * rounds) == 0:
+        cures.append(f"accumulate = {listed(divisors(work.batch // (data * rounds)))}")
+    if rounds > 1 and work.batch % (data * work.accumulate) == 0:
+        cures.append(f"microbatches = {listed(divisors(work.batch // (data * work.accumulate)))}")
+    if work.batch % each == 0:
+        cures.append(f"data ranks = {listed(divisors(work.batch // each))}")
+    pipelined = f", microbatches = {rounds}" if rounds > 1 else ""
     return [
         Fault(
             "P104",
             f"batch = {work.batch} does not divide among {data} data ranks",
-            have=f"batch = {work.batch}, data ranks = {data}, accumulate = {work.accumulate}",
-            law="global batch = data ranks x accumulate x microbatch size",
+            have=f"batch = {work.batch}, data ranks = {data}, accumulate = {work.accumulate}{pipelined}",
+            law=f"global batch = data ranks x accumulate x {'microbatches x ' * bool(pipelined)}microbatch size",
             cure="; ".join(cures),
             at="workload.batch",
         )

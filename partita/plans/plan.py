@@ -15,7 +15,7 @@ from partita.plans.fields import kind_of
 from partita.plans.laws import Parts, plan_faults
 from partita.plans.subjects import absolute, complete, given_faults
 from partita.plans.writing import toml
-from partita.strategy import Strategy
+from partita.strategy import Strategy, microbatches
 from partita.workload import Workload
 
 FORMAT = 1
@@ -83,6 +83,16 @@ class Plan:
 
     def __hash__(self) -> int:
         return hash(self.hash)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step on a data rank: rounds of accumulation times those of a pipeline."""
+        return microbatches(self.strategies, self.accumulate)
+
+    @property
+    def parted(self) -> Workload | None:
+        """The workload with its step divided into all its microbatches."""
+        return replace(self.workload, accumulate=self.microbatches) if self.workload else None
 
     @property
     def hash(self) -> str:

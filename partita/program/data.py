@@ -17,6 +17,11 @@ from partita.program.program import Program, before_optimizer
 from partita.program.split import derive, rewrite
 
 INSIDE = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)  # the phases of the model itself
+PICKING = ("index", "index_select", "gather", "take")  # samples picked by number: as a rule a rank's own, by numbers of its own
+ADDING = ("mul", "add", "add_")  # what routed samples are weighted and added up with
+SELECTING = ("index", "index_put", "index_put_", "nonzero", "masked_select", "masked_scatter", "masked_fill", "masked_fill_")
+COUNTING = ("any", "sum", "count_nonzero")
+COMPARING = ("gt", "eq", "ne", "ge")
 LOSS_BYTES = 16  # two float64: the weighted loss and its weight
 
 
@@ -95,16 +100,18 @@ def mixes_samples(program: Program, derivation: Derivation) -> list[tuple[str, s
 def across(program: Program, derivation: Derivation) -> list[Move]:
     """Repairs that are no proof of mixing: samples were only lost from sight.
 
-    So it is with an op without a rule, a selection by a mask, a loop over samples, a backward formula. That samples mix is
-    proved where the forward pass, or the Python code around it, reads numbers reduced over the batch. For the rest no rank
-    gathers anything: whole against parts, losses and gradients, the set-up of a run finds out before step 1.
+    So it is with an op without a rule, a selection by a mask or by numbers, a loop over samples, a backward formula. That
+    samples mix is proved where the forward pass, or the Python code around it, reads numbers reduced over the batch. For the
+    rest no rank gathers anything: whole against parts, losses and gradients, the set-up of a run finds out before step 1.
     """
     events = list(program.events())
+    picked, tests = _picked(program), _tests(program)
 
     def proved(move: Move) -> bool:
         event = events[move.event] if move.event < len(events) else None
-        known = isinstance(event, Compute) and event.signature is not None
-        return known and move.op == "all_reduce" and move.phase in (Phase.FORWARD, Phase.RECOMPUTE)
+        known = isinstance(event, Compute) and event.signature is not None and move.tensor not in picked
+        inside = move.phase in (Phase.FORWARD, Phase.RECOMPUTE)
+        return known and move.op == "all_reduce" and inside and move.event not in tests
 
     def normalising(move: Move) -> bool:
         event = events[move.event] if move.event < len(events) else None
@@ -112,6 +119,36 @@ def across(program: Program, derivation: Derivation) -> list[Move]:
 
     inside = [m for m in derivation.moves if m.phase in INSIDE]
     return [m for m in inside if not proved(m) and not normalising(m)]
+
+
+def _picked(program: Program) -> set[int]:
+    """Tensors of samples picked by number, as they are, in part, weighted, or added to others."""
+    found: set[int] = set()
+    for e in program.events():
+        if isinstance(e, Compute) and (e.op in PICKING or ((e.view or e.op in ADDING) and found.intersection(e.ins))):
+            found.update(e.outs)
+    return found
+
+
+def _tests(program: Program) -> set[int]:
+    """Events that ask whether a mask selects anything, where the same mask then selects: nothing is done to nothing."""
+    events = list(program.events())
+    made = {out: (e.op, e.ins) for e in events if isinstance(e, Compute) for out in e.outs}
+
+    def mask(tensor: int) -> tuple[str, tuple[int, ...]] | None:
+        found = made.get(tensor)
+        return mask(found[1][0]) if found and found[0] in ("_to_copy", "view") and found[1] else found
+
+    picking = [e for e in events if isinstance(e, Compute) and e.op in SELECTING]
+    masks = {mask(i) for e in picking for i in (e.ins if e.op == "nonzero" else e.ins[1:])} - {None}
+    asked = {k: e.ins[0] for k, e in enumerate(events) if isinstance(e, Compute) and e.op in COUNTING and e.ins}
+    counts = {out: tensor for k, tensor in asked.items() if isinstance(e := events[k], Compute) for out in e.outs}
+    compared = {
+        k: counts[e.ins[0]]
+        for k, e in enumerate(events)
+        if isinstance(e, Compute) and e.op in COMPARING and len(e.ins) == 1 and e.ins[0] in counts
+    }
+    return {k for k, tensor in (*asked.items(), *compared.items()) if mask(tensor) in masks}
 
 
 def normalises(program: Program) -> list[str]:

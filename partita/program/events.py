@@ -17,6 +17,9 @@ WIDTH = {  # bytes per element
 }  # fmt: skip
 
 
+RECEIVED = "received."  # beginning of the names of what a pipeline's role has from another rank
+
+
 class Phase(StrEnum):
     """When in a period an event happens."""
 
@@ -120,7 +123,7 @@ class Collective:
     """One collective call.
 
     Args:
-        op: all_reduce | all_gather | reduce_scatter | all_to_all | broadcast.
+        op: all_reduce | all_gather | reduce_scatter | all_to_all | broadcast; send | receive, with one peer of the axis.
         axis: The mesh axis whose group talks.
         tensors: Ids of what is moved (several: one flat bucket).
         nbytes: Bytes of the large side on this rank: the all_reduce tensor, the gather's output, the scatter's input.
@@ -163,9 +166,11 @@ class Repeat:
         block: Module path of the block the events are of, e.g. "blocks.1"; empty outside a fold.
         carried: (outside, inside): where the copy next to a peeled block reads `outside`, the others read `inside` of the
             copy before them.
+        part: Of a pipeline's role: which turns run these events, e.g. "2F"; empty elsewhere.
     """
 
     count: int
     events: tuple[Event, ...]
     block: str = ""
     carried: tuple[tuple[int, int], ...] = ()
+    part: str = ""

@@ -1,11 +1,44 @@
 """The Program: ordered events of one period on one rank, with named dims."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from partita.program.dims import Dim
 from partita.program.events import WIDTH, Collective, Compute, Event, Kind, Phase, Repeat, Split, Tensor
+
+
+class Turn(NamedTuple):
+    """One entry of a role's list: which part of the program runs, for which microbatch of the round.
+
+    A part is a stage with a pass (`2F`, `2B`, `2I`, `2W`) or with a message (`2RECV_F`, `2SEND_F`, `2RECV_B`, `2SEND_B`).
+    """
+
+    part: str
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What makes a program the role of one rank of a pipeline.
+
+    Args:
+        axis: The mesh axis of the stages.
+        rank: Coordinate on it.
+        stages: Held by this rank, from the first.
+        count: Stages of the whole pipeline.
+        turns: What the rank does in one round, messages included, in order.
+        microbatches: Of a round; a step has `Program.microbatches / microbatches` rounds.
+    """
+
+    axis: str
+    rank: int
+    stages: tuple[int, ...]
+    count: int
+    turns: tuple[Turn, ...]
+    microbatches: int
 
 
 @dataclass(frozen=True)
@@ -27,6 +60,7 @@ class Program:
         dynamic: Control flow depends on data: which parameters get a gradient may differ per rank and step.
         calls: Path of a module that is called more than once in a forward pass -> how often.
         notes: Things a report should say: opaque ops, modules left whole.
+        pipeline: Of the role of a pipeline's rank: how its parts take turns; None where microbatches run one after another.
     """
 
     atoms: Mapping[int, int]
@@ -43,6 +77,7 @@ class Program:
     dynamic: bool = False
     calls: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    pipeline: Pipeline | None = None
 
     # ---- reading
     def events(self) -> Iterator[Event]:
@@ -52,9 +87,13 @@ class Program:
 
     def counted(self) -> Iterator[tuple[Event, int]]:
         """Every event with how often it happens in the period (repeats x microbatches)."""
+        turns = Counter(turn.part for turn in self.pipeline.turns) if self.pipeline else {}
         for segment in self.segments:
             for event in segment.events:
-                yield event, segment.count * self.times(event)
+                times = self.times(event)
+                if self.pipeline and segment.part and times > 1:
+                    times = turns[segment.part] * (self.microbatches // self.pipeline.microbatches)
+                yield event, segment.count * times
 
     def times(self, event: Event) -> int:
         """How often an event happens in the period because of microbatches alone."""
@@ -68,6 +107,9 @@ class Program:
 
     def unrolled(self) -> Iterator[Event]:
         """Every event as often as it happens, in order."""
+        if self.pipeline is not None:
+            yield from self._in_turns(self.pipeline)
+            return
         inner = [s for s in self.segments if any(e.phase not in (Phase.SYNC, Phase.OPTIMIZER) for e in s.events)]
         outer = [s for s in self.segments if s not in inner]
         for k in range(self.microbatches):
@@ -76,6 +118,19 @@ class Program:
                 for _ in range(segment.count):
                     yield from (e for e in segment.events if last or not (isinstance(e, Collective) and e.once))
         for segment in outer:
+            for _ in range(segment.count):
+                yield from segment.events
+
+    def _in_turns(self, pipeline: Pipeline) -> Iterator[Event]:
+        """`unrolled`, of a role."""
+        parts = {s.part: s.events for s in self.segments if s.part}
+        final = {turn.part: at for at, turn in enumerate(pipeline.turns)}
+        rounds = self.microbatches // pipeline.microbatches
+        for k in range(rounds):
+            for at, turn in enumerate(pipeline.turns):
+                last = k == rounds - 1 and at == final[turn.part]
+                yield from (e for e in parts[turn.part] if last or not (isinstance(e, Collective) and e.once))
+        for segment in (s for s in self.segments if not s.part):
             for _ in range(segment.count):
                 yield from segment.events
 

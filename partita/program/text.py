@@ -7,16 +7,16 @@ from typing import Any
 
 from partita.program.dims import Signature
 from partita.program.events import Collective, Compute, Event, Kind, Partial, Phase, Repeat, Split, Tensor
-from partita.program.program import Program
+from partita.program.program import Pipeline, Program, Turn
 
-FORMAT = 1
+FORMAT = 2
 PLAIN = ("loss", "microbatches", "reduce_dtype", "clip", "dynamic", "calls")  # fields of Program that are JSON already
 
 
 def to_json(program: Program) -> str:
     """The program as one line of JSON."""
     signatures: dict[str, int] = {}
-    segments = [[s.count, s.block, s.carried, [_event_out(e, signatures) for e in s.events]] for s in program.segments]
+    segments = [[s.count, s.block, s.carried, s.part, [_event_out(e, signatures) for e in s.events]] for s in program.segments]
     table = {
         "partita_program": FORMAT,
         "atoms": list(program.atoms.items()),
@@ -28,6 +28,7 @@ def to_json(program: Program) -> str:
         "sums": list(program.sums.items()),
         "axes": list(program.axes.items()),
         "notes": program.notes,
+        "pipeline": _pipeline_out(program.pipeline),
         **{name: getattr(program, name) for name in PLAIN},
     }
     assert {f.name for f in fields(Program)} <= set(table), "a field of Program is not written"
@@ -55,16 +56,30 @@ def _read(table: Mapping[str, Any]) -> Program:
         atoms=dict(_pairs(table["atoms"])),
         tensors=tuple(_tensor_in(i, row) for i, row in enumerate(table["tensors"])),
         segments=tuple(
-            Repeat(count, tuple(_event_in(e, signatures) for e in events), block, tuple(_pairs(carried)))
-            for count, block, carried, events in table["segments"]
+            Repeat(count, tuple(_event_in(e, signatures) for e in events), block, tuple(_pairs(carried)), part)
+            for count, block, carried, part, events in table["segments"]
         ),
         gradients=dict(_pairs(table["gradients"])),
         classes={name: frozenset(atoms) for name, atoms in table["classes"].items()},
         sums={a: tuple(map(tuple, parts)) for a, parts in table["sums"]},
         axes=dict(_pairs(table["axes"])),
         notes=tuple(table["notes"]),
+        pipeline=_pipeline_in(table["pipeline"]),
         **{name: table[name] for name in PLAIN},
     )
+
+
+def _pipeline_out(pipeline: Pipeline | None) -> list[Any] | None:
+    if pipeline is None:
+        return None
+    return [pipeline.axis, pipeline.rank, pipeline.stages, pipeline.count, pipeline.turns, pipeline.microbatches]
+
+
+def _pipeline_in(row: list[Any] | None) -> Pipeline | None:
+    if row is None:
+        return None
+    axis, rank, stages, count, turns, microbatches = row
+    return Pipeline(axis, rank, tuple(stages), count, tuple(Turn(*t) for t in turns), microbatches)
 
 
 def _pairs(rows: Iterable[Any]) -> Iterable[tuple[Any, Any]]:

@@ -12,12 +12,12 @@ from dataclasses import replace
 from partita.errors import PartitaError
 from partita.mesh import Mesh
 from partita.plans import Plan
-from partita.proof.laws import broken
-from partita.proof.prove import data_ranks, prove_plan
-from partita.proof.shrink import SAMPLES, shrink_spec, ways
+from partita.proof.laws import broken, settled
+from partita.proof.prove import data_ranks, prove_plan, stages_of
+from partita.proof.shrink import BLOCKS, SAMPLES, deep, shrink_spec, ways
 from partita.proof.verdict import Proof
 from partita.strategies import GARDEN, HOUSE
-from partita.strategy import Case, Strategy
+from partita.strategy import Case, Strategy, microbatches
 from partita.workload import GPT, MLP, Llama, Model, ResNet, Workload
 
 SPECS: dict[str, Model] = {"gpt": GPT(), "llama": Llama(heads=4, kv_heads=2), "resnet": ResNet(), "mlp": MLP()}
@@ -74,19 +74,20 @@ def plan_of(kind: type[Strategy], case: Case) -> Plan:
     others = [_companion(axis, own) for axis in case.mesh if axis not in own.axes]
     strategies = tuple(sorted((own, *others), key=lambda s: s.place))
     mesh = Mesh.of(case.mesh)
-    spec = shrink_spec(SPECS[case.workload], 1, ways(strategies, mesh))
+    whole = SPECS[case.workload]
+    spec = deep(shrink_spec(whole, 1, ways(strategies, mesh)), whole, BLOCKS * stages_of(strategies, mesh))
     rich = _two_axes(case) and not isinstance(spec, ResNet)  # batch norm does not accumulate
     if rich and isinstance(spec, GPT | Llama):
         spec = replace(spec, dropout=0.1, tie_embeddings=True)
     accumulate = 2 if rich else 1
-    batch = data_ranks(strategies, mesh) * accumulate * SAMPLES
+    batch = data_ranks(strategies, mesh) * microbatches(strategies, accumulate) * SAMPLES
     workload = Workload(case.workload, spec, batch, accumulate, clip=CLIP if rich else None, seed=1)
     return Plan(workload, "here", mesh.ranks, mesh, strategies)
 
 
 def _companion(axis: str, own: Strategy) -> Strategy:
     for name in HOUSE:
-        made = GARDEN[name]()
+        made = settled(GARDEN[name])
         if made.axes == (axis,) and made.place != own.place:
             return made
     raise LookupError(f"no strategy of the house uses axis {axis!r} by default")

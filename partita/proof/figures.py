@@ -7,7 +7,9 @@ memory    the fold's peak against the honest one, where the peak is large enough
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from partita.cluster import named
 from partita.cost.memory import occupancy
+from partita.cost.stages import role_occupancy
 from partita.program import Collective, Program
 from partita.runtime.outcome import Outcome
 
@@ -63,9 +65,11 @@ def wire_of(calls: Sequence[Collective], real: Outcome) -> Wire:
     return Wire(counted / sum(t.backend_bytes for t in real.traffic()) - 1)
 
 
-def memory_of(said: Program, real: Outcome) -> Memory:
-    """Judge the peak of a run of this Program."""
+def memory_of(roles: Sequence[Program], real: Outcome) -> Memory:
+    """Judge the peak of a run of these roles."""
     measured = real.peak
     if not measured >= JUDGED:  # NaN where it cannot be measured
         return Memory()
-    return Memory(occupancy(said, "gloo").peak, measured)
+    folds = (occupancy if role.pipeline is None else role_occupancy for role in roles)
+    kernel = named("cpu").kernel
+    return Memory(max(fold(role, "gloo", kernel).peak for fold, role in zip(folds, roles, strict=True)), measured)

@@ -6,6 +6,7 @@ Each law is a function of the class that returns what is wrong, in words; its do
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields, replace
 from functools import cache
 
 from partita.cluster import cluster_of
@@ -18,9 +19,9 @@ from partita.program.fold import unfold
 from partita.program.text import from_json, to_json
 from partita.proof.purity import without_torch
 from partita.runtime.programs import program_of
-from partita.simulate import estimate
+from partita.simulate import predict
 from partita.strategies import GARDEN, HOUSE
-from partita.strategy import Place, Promise, Strategy, check, compose
+from partita.strategy import Pipelined, Place, Promise, Strategy, check, compose, compose_roles
 from partita.workload import GPT, Workload
 
 MANY = 4096  # ranks on which saying must work
@@ -72,7 +73,7 @@ def has_a_name_of_its_own(kind: type[Strategy]) -> list[str]:
 
 def settings_are_plain(kind: type[Strategy]) -> list[str]:
     """Its settings are plain data that a plan file holds."""
-    own = kind()
+    own = settled(kind)
     lists = json.loads(json.dumps(own.settings()))
     if any(isinstance(v, float) and not math.isfinite(v) for v in lists.values()):
         return [f"a default is no finite number: {lists}"]
@@ -92,12 +93,12 @@ def has_cases_on_two_axes(kind: type[Strategy]) -> list[str]:
 # ---------------------------------------------------------------- saying
 def says_purely(kind: type[Strategy]) -> list[str]:
     """Saying is pure, on 4,096 ranks."""
-    own, program = kind(), large()
-    mesh = Mesh(tuple(zip(own.axes, _sizes(MANY, len(own.axes)), strict=True)) if own.axes else ())
+    own, program = settled(kind), large()
+    own, mesh = _on_many(own)
     before = to_json(program)
     with without_torch(kind):
         faults = check(program, [own], mesh)
-        said = [] if faults else [to_json(compose(program, [own], mesh)) for _ in range(2)]
+        said = [] if faults else [[to_json(role) for role in compose_roles(program, [own], mesh)] for _ in range(2)]
     if faults:
         return [f"it refuses sizes that divide: {faults[0].what}; {faults[0].have}"]
     reasons = [] if to_json(program) == before else ["it changes the program it is given"]
@@ -106,17 +107,17 @@ def says_purely(kind: type[Strategy]) -> list[str]:
 
 def says_the_same_of_a_fold(kind: type[Strategy]) -> list[str]:
     """What is said of a folded program is what is said of it written out, and every figure is the same."""
-    own, program = kind(), small()
+    own, program = settled(kind), small()
     mesh = Mesh(tuple((axis, 2) for axis in own.axes))
-    folded, flat = (compose(p, [own], mesh) for p in (program, unfold(program)))
-    said = folded.collectives(), flat.collectives()
+    folded, flat = (compose_roles(p, [own], mesh) for p in (program, unfold(program)))
+    said = [[c for role in roles for c in role.collectives()] for roles in (folded, flat)]
     if len(said[0]) != len(said[1]):
         return [f"{len(said[0])} calls folded, {len(said[1])} written out"]
     for k, (a, b) in enumerate(zip(*said, strict=True)):
         if (a.op, a.axis, a.nbytes, a.dtype) != (b.op, b.axis, b.nbytes, b.dtype):
             one, two = (f"{c.op} on {c.axis} of {c.nbytes} bytes {c.dtype}" for c in (a, b))
             return [f"call {k} is {one} folded, {two} written out"]
-    figures = [estimate(p, cluster_of(DATACENTRE), mesh, Workload("gpt", batch=32)) for p in (folded, flat)]
+    figures = [predict(roles, cluster_of(DATACENTRE), mesh, Workload("gpt", batch=32)) for roles in (folded, flat)]
     return [f"{name} is {a} folded and {b} written out" for name, a, b in _figures(*figures) if a != b]
 
 
@@ -132,7 +133,7 @@ def _figures(one: Figures, two: Figures) -> list[tuple[str, object, object]]:
 
 def says_nothing_alone(kind: type[Strategy]) -> list[str]:
     """An axis of size 1 moves nothing."""
-    own, program = kind(), small()
+    own, program = settled(kind), small()
     mesh = Mesh(tuple((axis, 1) for axis in own.axes))
     said = compose(program, [own], mesh)
     reasons = [f"it says {c.op} on {c.axis} of {c.nbytes} bytes" for c in said.collectives()[:1]]
@@ -143,17 +144,18 @@ def says_nothing_alone(kind: type[Strategy]) -> list[str]:
 
 def keeps_what_is_computed(kind: type[Strategy]) -> list[str]:
     """It forgets no gradient and no step of the optimizer."""
-    own, program = kind(), small()
-    said = compose(program, [own], Mesh(tuple((axis, 2) for axis in own.axes)))
-    before, after = (unfold(p) for p in (program, said))
-    ops = [sum(isinstance(e, Compute) for e in p.events()) for p in (before, after)]
-    reasons = [] if len(after.gradients) >= len(before.gradients) else ["it loses gradients"]
+    own, program = settled(kind), small()
+    roles = compose_roles(program, [own], Mesh(tuple((axis, 2) for axis in own.axes)))
+    before, after = ([unfold(p) for p in some] for some in ((program,), roles))
+    ops = [sum(isinstance(e, Compute) for p in some for e in p.events()) for some in (before, after)]
+    kept = [sum(len(p.gradients) for p in some) for some in (before, after)]
+    reasons = [] if kept[1] >= kept[0] else ["it loses gradients"]
     return reasons + ([] if ops[0] <= ops[1] else [f"{ops[0]} ops become {ops[1]}"])
 
 
 def refuses_what_does_not_divide(kind: type[Strategy]) -> list[str]:
     """A size that divides nothing is refused, with the reason and the cure."""
-    own, program = kind(), small()
+    own, program = settled(kind), small()
     mesh = Mesh(tuple((axis, ODD) for axis in own.axes))
     if not own.axes:
         return []
@@ -195,6 +197,20 @@ def small() -> Program:
 @cache
 def _text(spec: GPT, batch: int) -> str:
     return to_json(program_of(Workload("gpt", spec, batch=batch)))
+
+
+def settled(kind: type[Strategy]) -> Strategy:
+    """The strategy with its defaults; what has none is as in its first case."""
+    needed = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+    return kind(**{name: next(iter(kind.cases())).settings[name] for name in needed})
+
+
+def _on_many(own: Strategy) -> tuple[Strategy, Mesh]:
+    """A strategy on a mesh of MANY ranks: of a pipeline, few of them in depth."""
+    if isinstance(own, Pipelined):
+        deep = 2  # its stages must be no more than the blocks
+        return replace(own, microbatches=2 * deep), Mesh((("dp", MANY // deep), (own.axis, deep)))
+    return own, Mesh(tuple(zip(own.axes, _sizes(MANY, len(own.axes)), strict=True)) if own.axes else ())
 
 
 def _sizes(ranks: int, axes: int) -> list[int]:

@@ -2,9 +2,11 @@
 
     error of a tensor = max|split - whole| / max(max|whole|, 0.01 M),   M = largest |value| over all tensors of its kind
 
-The floor 0.01 M keeps a tensor that is zero but for rounding (the bias of a key) from reading as all error.
+The floor 0.01 M keeps a tensor that is zero but for rounding (the bias of a key) from reading as all error. What is no number
+in the same places of both is equal there, and said: it is what one device ends in, though hardly what was meant.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +23,18 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Numerics:
-    """How far the split run is from the whole one, at worst."""
+    """How far the split run is from the whole one, at worst.
+
+    Args:
+        max_relative_error, worst_tensor: The largest error, and where it is.
+        bound: What the promise allows.
+        unnumbered: What is NaN or infinite in the same places on both sides.
+    """
 
     max_relative_error: float
     bound: float
     worst_tensor: str
+    unnumbered: tuple[str, ...] = ()
 
     @property
     def held(self) -> bool:
@@ -40,19 +49,38 @@ class Numerics:
 
 def errors(split: Tensors, whole: Tensors, kind: str) -> dict[str, float]:
     """Error of each tensor of one kind; a tensor that only one side has counts as infinite."""
-    top = max((t.abs().max().item() for t in whole.values() if t.numel()), default=0.0)
-    found = {f"{kind} {name}": float("inf") for name in split.keys() ^ whole.keys()}
+    top = max((_size(t) for t in whole.values()), default=0.0)
+    found = {f"{kind} {name}": math.inf for name in split.keys() ^ whole.keys()}
     for name in split.keys() & whole.keys():
         a, b = _widest(split[name]), _widest(whole[name])
         if a.shape != b.shape:
-            found[f"{kind} {name}"] = float("inf")
+            found[f"{kind} {name}"] = math.inf
         elif a.numel():
-            scale = max(b.abs().max().item(), FLOOR * top)
+            a, b = a.masked_fill(same := _alike(a, b), 0), b.masked_fill(same, 0)
+            scale = max(_size(b), FLOOR * top)
             gap = (a - b).abs().max().item()
-            found[f"{kind} {name}"] = gap / scale if scale else (0.0 if gap == 0 else float("inf"))
-            if gap != gap:  # NaN on either side is no equality
-                found[f"{kind} {name}"] = float("inf")
+            found[f"{kind} {name}"] = gap / scale if scale and gap == gap else (0.0 if gap == 0 else math.inf)
     return found
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Where both are no number, or the same infinity."""
+    return (a.isnan() & b.isnan()) | (a.isinf() & (a == b))
+
+
+def _size(t: torch.Tensor) -> float:
+    """The largest number."""
+    return t[t.isfinite()].abs().max().item() if t.isfinite().any() else 0.0
+
+
+def _unnumbered(
+    losses: tuple[Sequence[float], Sequence[float]], kinds: Mapping[str, tuple[Tensors, Tensors]]
+) -> tuple[str, ...]:
+    found = [f"loss of step {k}" for k, (a, b) in enumerate(zip(*losses, strict=False), 1) if math.isnan(a) and math.isnan(b)]
+    for kind, (split, whole) in kinds.items():
+        both = (name for name in whole if name in split and split[name].shape == whole[name].shape)
+        found += [f"{kind} {name}" for name in both if _alike(_widest(split[name]), _widest(whole[name])).any()]
+    return tuple(found)
 
 
 def _widest(t: torch.Tensor) -> torch.Tensor:
@@ -73,11 +101,12 @@ def compare(
     """
     found: dict[str, float] = {}
     if len(losses[0]) != len(losses[1]):
-        found["number of losses"] = float("inf")
+        found["number of losses"] = math.inf
     for step, (a, b) in enumerate(zip(*losses, strict=False), 1):
         gap = abs(a - b)
-        found[f"loss of step {step}"] = 0.0 if gap == 0 else (gap / abs(b) if b and gap == gap else float("inf"))
+        same = gap == 0 or (math.isnan(a) and math.isnan(b))
+        found[f"loss of step {step}"] = 0.0 if same else (gap / abs(b) if b and gap == gap else math.inf)
     for kind, (split, whole) in kinds.items():
         found |= errors(split, whole, kind)
     worst = max(found, key=lambda name: found[name], default="")
-    return Numerics(found.get(worst, 0.0), BOUND[promise], worst)
+    return Numerics(found.get(worst, 0.0), BOUND[promise], worst, _unnumbered(losses, kinds))

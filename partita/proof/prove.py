@@ -8,9 +8,12 @@ memory     the fold's peak against the measured one, on plans of 100 MiB and mor
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from partita.errors import RunFailed, refuse
 from partita.mesh import Mesh
@@ -19,8 +22,8 @@ from partita.program import Program
 from partita.proof.figures import memory_of, wire_of
 from partita.proof.numerics import BOUND, Numerics, compare
 from partita.proof.reference import KEPT, Alone, alone, fresh, in_double, wide_program
-from partita.proof.shrink import shrink_mesh, shrink_workload, ways
-from partita.proof.square import Call, first_difference, said_calls
+from partita.proof.shrink import BLOCKS, shrink_mesh, shrink_workload, ways
+from partita.proof.square import Call, Difference, first_difference, said_calls
 from partita.proof.verdict import Proof
 from partita.runtime.batch import Feed
 from partita.runtime.capture import capture
@@ -30,7 +33,7 @@ from partita.runtime.programs import dressed, program_of
 from partita.runtime.subject import Subject
 from partita.runtime.task import subject_of
 from partita.runtime.training import Training
-from partita.strategy import Place, Promise, Strategy, check, compose
+from partita.strategy import Place, Promise, Strategy, check, compose_roles, microbatches, pipeline_of
 from partita.workload import Workload
 
 __all__ = ["STEPS", "Proof", "prove_plan", "prove_subject"]
@@ -54,15 +57,23 @@ def prove_plan(plan: Plan, *, ranks: int | None = None, shrink: bool = True) -> 
     with tempfile.TemporaryDirectory(prefix="partita-") as folder:
         if shrink:
             mesh = shrink_mesh(plan.mesh, ranks, whole=_own_size(workload))
-            refuse(check(program_of(workload, cache_folder()), plan.strategies, plan.mesh))
+            whole = replace(workload, accumulate=plan.microbatches)
+            refuse(check(program_of(whole, cache_folder()), plan.strategies, plan.mesh))
             cuts = ways(plan.strategies, plan.mesh), ways(plan.strategies, mesh)
-            workload, lines = shrink_workload(workload, cuts, data_ranks(plan.strategies, mesh), Path(folder))
+            workload, lines = shrink_workload(
+                workload,
+                cuts,
+                data_ranks(plan.strategies, mesh),
+                Path(folder),
+                rounds=microbatches(plan.strategies, 1),
+                blocks=BLOCKS * stages_of(plan.strategies, mesh),
+            )
             lines = [f"mesh {a}: {n} -> {mesh.size(a)}" for a, n in plan.mesh.axes if n != mesh.size(a)] + lines
         return prove_subject(
             subject_of(workload, synthetic=True),
             plan.strategies,
             mesh,
-            training_of(workload, STEPS),
+            training_of(workload, STEPS, plan.strategies),
             like=workload,
             shrunk=tuple(lines),
             reference=fresh(workload) if shrink and _outsiders(plan.strategies) else alone,
@@ -78,17 +89,23 @@ def _outsiders(strategies: Sequence[Strategy]) -> bool:
     return any(type(s).__module__.partition(".")[0] != "partita" for s in strategies)
 
 
-def training_of(workload: Workload, steps: int) -> Training:
-    """The loop's settings that a workload fixes."""
+def training_of(workload: Workload, steps: int, strategies: Sequence[Strategy] = ()) -> Training:
+    """The loop's settings that a workload and the strategies fix."""
     return Training(
         steps=steps,
-        microbatches=workload.accumulate,
+        microbatches=microbatches(strategies, workload.accumulate),
         clip=None if workload.clip is None else (workload.clip, 2.0),
         schedule=workload.schedule,
         warmup=workload.warmup,
         horizon=workload.horizon,
         seed=workload.seed,
     )
+
+
+def stages_of(strategies: Sequence[Strategy], mesh: Mesh) -> int:
+    """Stages the model is cut into."""
+    pipeline = pipeline_of(strategies, mesh)
+    return pipeline.schedule(mesh.size(pipeline.axis)).stages if pipeline else 1
 
 
 def data_ranks(strategies: Sequence[Strategy], mesh: Mesh) -> int:
@@ -131,28 +148,36 @@ def prove_subject(
     training = replace(training, folder=None, resume=None, held_out=None, keep=frozenset())
     program = _said(capture(subject, samples), training, like)
     refuse(check(program, strategies, mesh))
-    said = compose(program, strategies, mesh)
-    calls = said_calls(said.collectives())
+    audited = max(min(3, training.steps) - 2, 0)  # the step that is recorded
+    roles = compose_roles(_of_step(program, subject, feed, audited, samples, training, like), strategies, mesh)
+    said, calls = roles[0], [said_calls(role.collectives()) for role in roles]
     promise = promise_of(strategies, mesh, training.microbatches)
     try:
-        real = run(mesh, subject, strategies, program, training)
+        real = _ended(run(mesh, subject, strategies, program, training))
         numerics = _numerics(in_double(subject), samples, strategies, mesh, training, reference)
     except RunFailed as failed:  # a rank that dies, hangs or raises is what a wrong strategy may come to
         none = Numerics(math.inf, BOUND[promise], "the run did not end")
-        return Proof(promise, none, len(calls), 0, notes=said.notes, shrunk=shrunk, failure=str(failed))
+        return Proof(promise, none, len(calls[0]), 0, notes=said.notes, shrunk=shrunk, failure=str(failed))
     heard = {r["rank"]: [Call(*entry[:4]) for entry in r["heard"]] for r in real.results}
     return Proof(
         promise=promise,
         numerics=numerics,
-        said=len(calls),
+        said=len(calls[0]),
         heard=len(heard[0]),
-        difference=first_difference(calls, heard),
-        ledger_equal=_same_ledgers(real),
-        wire=wire_of(said.collectives(), real),
-        memory=memory_of(said, real),
+        difference=_difference(calls, heard, coordinates_of(strategies, mesh)),
+        ledger_equal=_same_ledgers(real, audited),
+        wire=wire_of([c for role in roles for c in role.collectives()], real),
+        memory=memory_of(roles, real),
         notes=said.notes,
         shrunk=shrunk,
     )
+
+
+def _ended(real: Outcome) -> Outcome:
+    """The outcome, unless Ctrl-C cut it short: half a run proves nothing."""
+    if real.interrupted:
+        raise KeyboardInterrupt("interrupted: nothing was proved")
+    return real
 
 
 def _said(program: Program, training: Training, like: Workload | None) -> Program:
@@ -161,8 +186,42 @@ def _said(program: Program, training: Training, like: Workload | None) -> Progra
     return replace(said, microbatches=training.microbatches, clip=training.clip is not None)
 
 
-def _same_ledgers(real: Outcome) -> bool:
-    return all([e[:4] for e in r["ledger"]] == [h[:4] for h in r["heard"]] for r in real.results)
+def coordinates_of(strategies: Sequence[Strategy], mesh: Mesh) -> dict[int, int]:
+    """Rank -> which role it has."""
+    pipeline = pipeline_of(strategies, mesh)
+    return {r: mesh.coordinate(r)[pipeline.axis] if pipeline else 0 for r in range(mesh.ranks)}
+
+
+def _difference(
+    said: Sequence[Sequence[Call]], heard: Mapping[int, Sequence[Call]], roles: Mapping[int, int]
+) -> Difference | None:
+    """The first difference of any rank from its own role."""
+    found = (first_difference(said[roles[rank]], {rank: calls}) for rank, calls in sorted(heard.items()))
+    return next((d for d in found if d is not None), None)
+
+
+def _of_step(
+    program: Program, subject: Subject, feed: Feed, step: int, samples: int, training: Training, like: Workload | None
+) -> Program:
+    """The program of a step: another one than of the first if its batch has other sizes."""
+    if step == 0 or not _differs(feed, step):
+        return program
+    return _said(capture(replace(subject, batches=lambda _: feed(step)), samples), training, like)
+
+
+def _differs(feed: Feed, step: int) -> bool:
+    """Whether the batch of a step has other sizes than the first one."""
+    sizes = [[t.shape for t in tree_leaves(feed(k)) if isinstance(t, Tensor)] for k in (0, step)]
+    return sizes[0] != sizes[1]
+
+
+def _same_ledgers(real: Outcome, audited: int) -> bool:
+    """Whether every rank's ledger of the recorded step is what its recorder heard."""
+    for r in real.results:
+        sent = [ledger for step, ledger in r["ledger_changes"] if step <= audited]
+        if sent and [e[:4] for e in sent[-1]] != [h[:4] for h in r["heard"]]:
+            return False
+    return True
 
 
 def _numerics(
@@ -171,7 +230,7 @@ def _numerics(
     """The split run of a subject in double against one device."""
     program = _said(wide_program(subject, samples), training, None)
     kept = replace(training, keep=frozenset(KEPT), audit=False)
-    split = run(mesh, subject, strategies, program, kept, wide=True)
+    split = _ended(run(mesh, subject, strategies, program, kept, wide=True))
     whole = reference(subject, program, training)
     pairs = {"parameter": (split.tensors["state"], whole.state), "gradient": (split.tensors["gradients"], whole.gradients)}
     return compare(promise_of(strategies, mesh, training.microbatches), (split.losses, whole.losses), pairs)

@@ -67,7 +67,9 @@ def ways(strategies: Sequence[Strategy], mesh: Mesh) -> int:
 
 
 # ---------------------------------------------------------------- the workload
-def shrink_workload(workload: Workload, cuts: tuple[int, int], data_ranks: int, folder: Path) -> tuple[Workload, list[str]]:
+def shrink_workload(
+    workload: Workload, cuts: tuple[int, int], data_ranks: int, folder: Path, *, rounds: int = 1, blocks: int = BLOCKS
+) -> tuple[Workload, list[str]]:
     """A small copy of the workload, and what was shrunk, as lines to print.
 
     Args:
@@ -75,14 +77,16 @@ def shrink_workload(workload: Workload, cuts: tuple[int, int], data_ranks: int, 
         cuts: Parts the model's dims are cut into: of the plan, of the copy.
         data_ranks: Ranks the batch is divided over in the copy.
         folder: Where a shrunken `config.json` may be written.
+        rounds: Microbatches of each round of accumulation: those of a pipeline.
+        blocks: Of the copy: 2 per stage.
     """
     accumulate = min(workload.accumulate, 2)
-    small = replace(workload, accumulate=accumulate, batch=data_ranks * accumulate * SAMPLES, data=None)
+    small = replace(workload, accumulate=accumulate, batch=data_ranks * accumulate * rounds * SAMPLES, data=None)
     if workload.spec is not None:
-        small = replace(small, spec=shrink_spec(workload.spec, *cuts))
+        small = replace(small, spec=deep(shrink_spec(workload.spec, *cuts), workload.spec, blocks))
     if workload.model.startswith("hf:"):
         config = json.loads(Path(workload.model[3:]).read_text()) | _plain(workload.extra)
-        less = shrink_config(config, *cuts)
+        less = shrink_config(config, *cuts, blocks)
         path = folder / "config.json"
         path.write_text(json.dumps(less))
         lines = [f"{k}: {_short(config[k])} -> {_short(less[k])}" for k in less if k in config and config[k] != less[k]]
@@ -111,6 +115,14 @@ def _changes(old: Workload, new: Workload) -> list[str]:
 def _batch_line(old: Workload, new: Workload) -> list[str]:
     pairs = (("batch", old.batch, new.batch), ("accumulate", old.accumulate, new.accumulate))
     return [f"{name}: {a} -> {b}" for name, a, b in pairs if a != b]
+
+
+def deep(small: Model, own: Model, blocks: int) -> Model:
+    """The copy with blocks enough for its stages, if the plan has them."""
+    if isinstance(own, ResNet):  # `layers` of each of its stages
+        return small if blocks == BLOCKS else replace(small, layers=own.layers, stages=own.stages)
+    deeper = min(own.layers, blocks) if blocks > BLOCKS else small.layers
+    return replace(small, layers=max(small.layers, deeper))
 
 
 # ---------------------------------------------------------------- widths
@@ -176,11 +188,11 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 _KINDS = ("layer_types", "layers_block_type")  # ends of keys whose lists say a kind for each block
 
 
-def shrink_config(config: Mapping[str, Any], cut: int, new: int) -> dict[str, Any]:
+def shrink_config(config: Mapping[str, Any], cut: int, new: int, blocks: int = BLOCKS) -> dict[str, Any]:
     """A transformers config of the same type with the smallest sizes that `new` ranks split as `cut` ranks split the plan's."""
     whole_heads = next((config[k] for k in _HEADS if isinstance(config.get(k), int)), 2)
     heads, keys = _heads(whole_heads, config.get("num_key_value_heads") or whole_heads, new)
-    depth, kinds = _blocks(config)
+    depth, kinds = _blocks(config, blocks)
     named = ((_DEPTH, depth), (_HEADS, heads), (_WIDTH, heads * HEAD), (_POSITIONS, 2 * SEQUENCE))
     sizes: dict[str, Any] = {key: size for names, size in named for key in names} | kinds
     sizes |= {"num_key_value_heads": keys, "head_dim": HEAD}
@@ -191,10 +203,10 @@ def shrink_config(config: Mapping[str, Any], cut: int, new: int) -> dict[str, An
     return less | {k: 0 for k in ("bos_token_id", "eos_token_id", "pad_token_id") if less.get(k) is not None}
 
 
-def _blocks(config: Mapping[str, Any]) -> tuple[int, dict[str, list[Any]]]:
+def _blocks(config: Mapping[str, Any], blocks: int) -> tuple[int, dict[str, list[Any]]]:
     """Blocks of the copy, and the lists that name a kind for each block cut to match: every kind is kept."""
     lists = {k: v for k, v in config.items() if k.endswith(_KINDS) and isinstance(v, list) and v}
     rows = [json.dumps(row) for row in zip(*lists.values(), strict=False)]
     kept = [rows.index(row) for row in dict.fromkeys(rows)] or [0]
-    kept += kept[-1:] * (BLOCKS - len(kept))
+    kept += kept[-1:] * (blocks - len(kept))
     return len(kept), {k: [v[i] for i in kept] for k, v in lists.items()}

@@ -77,6 +77,12 @@ class Proof:
             found.append(f"memory: {self.memory}")
         return [*found, *(f"invariant: {i['name']} does not hold" for i in self.invariants if not i["held"])]
 
+    def _said_of_numbers(self) -> list[str]:
+        """What is equal, though no number."""
+        names = self.numerics.unnumbered
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return [f"{names[0]}{more}: no number, in the same places as on one device"] if names else []
+
     def json(self) -> dict[str, Any]:
         """The keys of the contract."""
         equal = self.difference is None and not self.failure
@@ -92,5 +98,5 @@ class Proof:
             "differs": list(self.differs),
             "reasons": self.reasons,
             "shrunk": list(self.shrunk),
-            "notes": list(self.notes),
+            "notes": [*self.notes, *self._said_of_numbers()],
         }

@@ -4,6 +4,7 @@ Rank 0 decides on its whole copy of the module while the others wait; all refuse
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from partita.runtime.carried import find_carried
 from partita.runtime.look import Look
 from partita.runtime.loss import Rule, formed
 from partita.runtime.loss_rule import PROBE, find_rule
+from partita.runtime.loss_terms import Counts
 from partita.runtime.net import Net
 from partita.runtime.random import Row
 from partita.runtime.subject import Subject
@@ -120,7 +122,7 @@ def _decided(subject: Subject, module: nn.Module, batch: Batch, samples: int, dr
     faults, always, microbatched = [], [], []
     try:
         look = Look(subject, module, batch, samples, draws)
-        always = look(Share(0, min(samples, PROBE)), lambda value, counts: formed(value))
+        always = _looked(look)
         if not always:
             rule = find_rule(subject, module, batch, samples, look=look)
             buffers, faults = find_buffers(subject, module, batch, samples)
@@ -132,6 +134,34 @@ def _decided(subject: Subject, module: nn.Module, batch: Batch, samples: int, dr
         faults = [_whole_only(module, samples, error)]
     told = {"faults": faults, "always": always, "microbatched": microbatched}
     return {"rule": asdict(rule) if rule else None, "buffers": buffers, **{k: [asdict(f) for f in v] for k, v in told.items()}}
+
+
+def _looked(look: Look) -> list[Fault]:
+    """What is wrong whatever the layout: the form of the loss, or another loss each time one asks."""
+    share = Share(0, min(look.samples, PROBE))
+    faults, first = look(share, _number)
+    if faults:
+        return faults
+    _, second = look(share, _number)
+    if first == second or abs(first - second) <= look.tolerance * abs(first) or math.isnan(first) or math.isnan(second):
+        return []
+    return [
+        Fault(
+            "P115",
+            "the loss of the same samples is another one each time it is asked for",
+            have=f"{first:.9g}, then {second:.9g}, of {share.samples} samples and two fresh copies of the module",
+            law="a step is captured and looked at before it is run: what is counted outside of the module has moved on by then",
+            cure="a registered buffer of the module that counts, or a number in the batch: batches(step) knows the step",
+            at="loss",
+        )
+    ]
+
+
+def _number(value: Any, counts: Counts) -> tuple[list[Fault], float]:
+    faults = formed(value)
+    if faults:
+        return faults, 0.0
+    return [], float((value if isinstance(value, Tensor) else value[0]).detach())
 
 
 def _whole_only(module: nn.Module, samples: int, error: Exception) -> Fault:

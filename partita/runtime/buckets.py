@@ -69,12 +69,13 @@ class Buckets:
         self.seen: set[int] = set()  # parameters that got a gradient on this rank in this step
         self.works: list[Work | None] = []
         self.last = False  # in the last microbatch
+        self.later: set[int] = set()  # parameters of which more is to come even then
         me = weakref.ref(self)  # a strong reference in a hook would be a cycle no collector can free
 
         def ready(parameter: Tensor) -> None:
             owner = me()
             if owner is not None:
-                owner._ready(parameter)
+                owner.ready(parameter)
 
         self.hooks = [p.register_post_accumulate_grad_hook(ready) for b in self.buckets for p in b.parameters]
 
@@ -87,13 +88,14 @@ class Buckets:
             for p, home in zip(bucket.parameters, bucket.homes, strict=True):
                 p.grad = home if home.dtype == p.dtype else None
 
-    def _ready(self, parameter: Tensor) -> None:
+    def ready(self, parameter: Tensor) -> None:
+        """A microbatch has added to the gradient of a parameter."""
         bucket, k = self.where[id(parameter)]
         self.seen.add(id(parameter))
         if parameter.grad is not bucket.homes[k] and parameter.grad is not None:
             bucket.homes[k].add_(parameter.grad)
             parameter.grad = None
-        if self.last:
+        if self.last and id(parameter) not in self.later:
             bucket.waiting.discard(id(parameter))
             while len(self.works) < len(self.buckets) and not self.buckets[len(self.works)].waiting:
                 self._launch()

@@ -225,6 +225,7 @@ class Forked:
             _bind(parent)
             self.loopback()
             net = _join(self.mesh, rank, private / "store", self.board, self.folder)
+            net.notes.listen()
             result = self.work(net)
             pipe.send_bytes(json.dumps({"result": result}).encode())
             code = 0

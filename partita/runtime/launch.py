@@ -28,6 +28,12 @@ def ranks_from_environment() -> Launched | None:
     return Launched(int(rank), int(ranks), int(local), int(port))
 
 
+def first_rank() -> bool:
+    """Whether this process tells of the run: the first of those torchrun made, or the only one."""
+    launched = ranks_from_environment()
+    return launched is None or launched.rank == 0
+
+
 def cache_folder() -> Path:
     """The user's cache folder for partita, which may not exist yet."""
     root = os.environ.get("XDG_CACHE_HOME", "")

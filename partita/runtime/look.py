@@ -8,8 +8,8 @@ samples, and draws are keyed by sample, so that nothing but a true mixing of sam
 import copy
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from partita.runtime.batch import Batch, Share, taken
 from partita.runtime.batch_norm import FixedStatistics
+from partita.runtime.loss_sources import Sources
 from partita.runtime.loss_terms import Counts
 from partita.runtime.random import Row, Stream
 from partita.runtime.subject import Subject
@@ -102,10 +103,53 @@ class Look:
     def device(self) -> torch.device | None:
         return next((t.device for t in (*self.module.parameters(), *self.module.buffers())), None)
 
-    def __call__(self, share: Share, then: Callable[[Any, Counts], Seen], module: nn.Module | None = None) -> Seen:
-        """Evaluate the loss of some samples and see `then` about it; on a fresh twin, or on one that was looked at before."""
+    def __call__(
+        self,
+        share: Share,
+        then: Callable[[Any, Counts], Seen],
+        module: nn.Module | None = None,
+        *,
+        given: Mapping[int, float] | None = None,
+        batch: Batch | None = None,
+    ) -> Seen:
+        """Evaluate the loss of some samples and see `then` about it.
+
+        Args:
+            share: Which samples.
+            then: Called with the loss and what was heard.
+            module: One that was looked at before; None for a fresh twin.
+            given: Other values for the loss's sources, which are heard if this is not None.
+            batch: Another global batch.
+        """
         own = twin(self.module) if module is None else module
-        part = taken(self.batch, share, self.samples, self.device)
+        part = self.part(share, batch)
+        with self._alone(own, share), Counts() as counts:
+            if given is not None:
+                counts.sources = Sources(part, given)
+            with counts.sources or nullcontext():
+                value = self.subject.evaluate(own, part)
+            return then(value, counts)
+
+    def part(self, share: Share, batch: Batch | None = None) -> Batch:
+        """The samples looked at."""
+        return taken(self.batch if batch is None else batch, share, self.samples, self.device)
+
+    def output(self, share: Share) -> Any:
+        """What a fresh twin makes of some samples."""
+        own = twin(self.module)
+        with self._alone(own, share):
+            return self.subject.call(own, self.part(share))
+
+    def judged(self, output: Any, share: Share, batch: Batch, then: Callable[[Any, Counts], Seen]) -> Seen:
+        """See `then` about the loss of an output that is there, given another batch."""
+        with self._alone(self.module, share), Counts() as counts:
+            counts.sources = Sources(part := self.part(share, batch), {})
+            with counts.sources:
+                value = self.subject.judge(output, part)
+            return then(value, counts)
+
+    @contextmanager
+    def _alone(self, own: nn.Module, share: Share) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(_undisturbed())
             if self.wide:
@@ -113,9 +157,7 @@ class Look:
             stack.enter_context(FixedStatistics())
             if own.training:
                 stack.enter_context(self.stream.step(0, share.first, share.samples))
-            with Counts() as counts:
-                value = self.subject.evaluate(own, part)
-            return then(value, counts)
+            yield
 
 
 def _widest(t: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from partita.program import Program
 from partita.runtime import saved
 from partita.runtime.batch import Feed
 from partita.runtime.evaluate import evaluate
+from partita.runtime.marks import Mark
 from partita.runtime.meter import Meter
 from partita.runtime.net import Net
 from partita.runtime.norm import global_norm
@@ -48,8 +49,9 @@ def train_ranks(
     Returns:
         JSON: `first` (steps done before), `losses`, `seconds`, `norms`, `held_out` [[steps done, loss]], `ledger` (of one
         step), `ledger_changes` [[step, ledger]] where it differs from the step before, `heard`, `wire_bytes` (per step, or
-        null), `memory` {peak, resident}, `interrupted`, `rank`, `pid`, `coordinate`, `rule`, `files` {kind: its name in
-        `net.folder`}, `transient` (buffers in the state that are no part of a state dict).
+        null), `memory` {peak, resident}, `timeline` [[name, phase, start, end]] of the newest step, `interrupted`, `rank`,
+        `pid`, `coordinate`, `rule`, `files` {kind: its name in `net.folder`}, `transient` (buffers in the state that are no
+        part of a state dict).
     """
     run = _Run(net, subject, strategies, program, training)
     run.train()
@@ -69,7 +71,7 @@ class _Run:
         module = self.subject.make().to(net.device)
         self.step = prepare(net, self.subject, module, self.feed(0), strategies, program, training)
         self.site = self.step.site
-        self.optimizer = self.site.stepping(self.subject.optimizer(self.site.module))
+        self.optimizer = self.site.stepping(self.site.optimizer())
         self.rate = Rate(self.optimizer, training.schedule, training.warmup, training.horizon)
         self.first = saved.resume(self.site, self.optimizer, training.resume) if training.resume else 0
         self.losses: list[float] = []
@@ -79,6 +81,7 @@ class _Run:
         self.ledgers: list[tuple[int, list[Any]]] = []
         self.heard: list[Any] = []
         self.interrupted = False
+        self.timeline: list[Mark] = []
 
     # ---- running
     def train(self) -> None:
@@ -134,6 +137,8 @@ class _Run:
         with recorder or nullcontext():
             done = self.step.run(batch, step, self.optimizer)
         self.seconds.append(time.perf_counter() - began)
+        if not audit:
+            self.timeline = self.step.marks.marks
         if measured:
             self.meter.stop()
             self.meter.release()
@@ -146,7 +151,9 @@ class _Run:
         net.notes.stepped()
         self.losses.append(done.loss)
         norm = done.norm
-        if norm is None and net.rank == 0 and not self.site.placements:  # nothing is cut: it can be had without a message
+        if (
+            norm is None and net.rank == 0 and not self.site.placements and not self.site.apart
+        ):  # nothing is cut: it can be had without a message
             norm = float(global_norm(net, self.step.parameters, {}))
         self.norms.append(norm)
         sent = [e.json() for e in net.ledger[at:]]
@@ -204,6 +211,7 @@ class _Run:
             "wire_bytes": self.wire.total / steps if self.wire.readable and steps else None,
             "memory": {"peak": self.meter.peak, "resident": self.meter.plain},
             "rule": {"kind": self.step.rule.kind, "nominal": self.step.rule.nominal},
+            "timeline": [list(mark) for mark in self.timeline],
             "interrupted": self.interrupted,
             "files": files,
             "transient": saved.transient(self.site.module),

@@ -16,13 +16,15 @@ while what each term divides by stays in proportion to it: that is watched in ev
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from partita.errors import Fault
+from partita.runtime.loss_sources import Fit, Sources, due, finish_of
 from partita.runtime.loss_terms import Counts, Number, Term, terms
 
 WORDS = {
@@ -47,12 +49,20 @@ class Rule:
         term: Which term of the loss gives the weight.
         ratios: Per term: the count it divides by, over that of the rule's own term or the samples; None for one that need not
             be watched.
+        fits: Per term (of a pair: of its weight): how a count the loss takes off the batch makes what it divides by; None
+            where that is read as it is.
     """
 
     kind: str
     nominal: float = 1.0
     term: int = 0
     ratios: Sequence[float | None] = ()
+    fits: Sequence[Fit | None] = ()
+
+    @property
+    def traces(self) -> bool:
+        """Whether sources of counts are heard in every microbatch."""
+        return any(self.fits)
 
     @property
     def watches(self) -> bool:
@@ -62,14 +72,16 @@ class Rule:
 
 
 @contextmanager
-def heard(rule: Rule | None) -> Iterator[Counts | None]:
-    """Listen while a loss runs, if its rule needs it."""
-    if rule is not None and rule.kind not in ("counted", "divided") and not rule.watches:
+def heard(rule: Rule | None, batch: Any = None) -> Iterator[Counts | None]:
+    """Listen while a loss runs on a batch, if its rule needs it."""
+    if rule is not None and rule.kind not in ("counted", "divided") and not rule.watches and not rule.traces:
         yield None
         return
     counts = Counts()
     with counts:
-        yield counts
+        counts.sources = Sources(batch) if rule is not None and rule.traces else None
+        with counts.sources or nullcontext():
+            yield counts
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,12 @@ class Part:
         return self.value.detach().double().reshape(()) * self.by
 
     @property
+    def adds(self) -> bool:
+        """Whether it is to be added up: not where nothing counts and the loss is 0 / 0."""
+        total, weight = self.numbers
+        return bool(weight) or (bool(self.by) and math.isfinite(total))
+
+    @property
     def numbers(self) -> tuple[float, float]:
         """(total, weight) as plain numbers."""
         return float(self.total), float(self.weight)
@@ -109,18 +127,56 @@ class Part:
 def part_of(rule: Rule, value: Any, samples: int, counts: Counts | None) -> Part:
     """A loss value as the rule reads it."""
     if rule.kind == "pair":
-        weight = value[1].detach() if isinstance(value[1], Tensor) else float(value[1])
-        return Part(value[0], 1.0, weight)
+        return _pair(rule, value, counts)
     read = terms(value, counts) if rule.kind in READ or rule.watches else []
     if rule.kind in READ:
-        one = read[rule.term] if rule.term < len(read) else Term("other")
-        if one.kind != rule.kind and not float(value.detach()):
+        other = rule.term >= len(read) or read[rule.term].kind != rule.kind or math.isinf(float(read[rule.term].by))
+        if other and not float(value.detach()):
             return Part(value, 0.0, 0.0)  # no target counts here, and the loss says zero
-        if one.kind == "other":
+        if other:
             return Part(value, math.nan, math.nan, strays="the loss is made of other operations than in the first look")
-        return Part(value, one.by, one.weight, one, _strays(rule, read, one.count))
+        read, strays = _fitted(rule, read, counts, _near(value))
+        one = read[rule.term]
+        if not float(one.by) and math.isinf(float(value.detach())):
+            strays = "on a part of the batch nothing counts, and what is divided by that count is not zero"
+        return Part(value, one.by, one.weight, one, strays or _strays(rule, read, one.count))
     weight = 1.0 if rule.kind == "sum" else float(samples)
     return Part(value, weight, weight, strays=_strays(rule, read, weight))
+
+
+def _pair(rule: Rule, value: Any, counts: Counts | None) -> Part:
+    weight = value[1].detach() if isinstance(value[1], Tensor) else float(value[1])
+    if not rule.traces:
+        return Part(value[0], 1.0, weight)
+    (one,), strays = _fitted(rule, [Term("divided", weight, weight, weight)], counts, _near(value[0]))
+    return Part(value[0], 1.0, one.weight, one, strays)
+
+
+def _near(value: Tensor) -> float:
+    """Relative difference up to which numbers of a loss are the same."""
+    return ALIKE if value.dtype not in (torch.float16, torch.bfloat16) else 1e-2
+
+
+def _fitted(rule: Rule, read: list[Term], counts: Counts | None, near: float) -> tuple[list[Term], str]:
+    """Terms with the weights their sources give, and how one divides by something else than its source says."""
+    if not rule.traces or counts is None:
+        return read, ""
+    found = list(read)
+    for k, fit in enumerate(rule.fits[: len(read)]):
+        if fit is None:
+            continue
+        source, scale, values = fit[0], fit[3], counts.sources.values if counts.sources else []
+        if source >= len(values):
+            return found, "the loss takes fewer counts off the batch than in the first look"
+        count, term = float(values[source]), read[k]
+        said, given = float(due(fit, count)), float(term.count if fit[4] == "count" else term.by)
+        if abs(said - given) > near * abs(said):
+            return found, f"one term divides by {given:g} where its count of {count:g} says {said:g}"
+        factor = (float(term.by) / given if given else 0.0) if fit[4] == "count" else 1.0
+        weight = scale * count
+        back = 1 / (scale * factor) if factor else 1.0
+        found[k] = replace(term, count=weight, weight=weight * factor, finish=finish_of(fit), scale=back)
+    return found, ""
 
 
 def _strays(rule: Rule, read: list[Term], own: Number) -> str:
@@ -155,12 +211,12 @@ def formed(value: Any) -> list[Fault]:
     return []
 
 
-def joined(rule: Rule, total: float, weight: float, read: Term | None = None) -> float:
-    """The global loss from the sums over all parts."""
+def joined(rule: Rule, total: float, weight: float, read: Term | None = None, *, blank: bool = True) -> float:
+    """The global loss from the sums over all parts; `blank` is whether a loss that divides by zero is no number."""
     if rule.kind == "sum":
         return total
     by = divisor(weight, read)
-    return total / by if by else math.nan
+    return total / by if by else math.nan if blank else total
 
 
 def divisor(weight: float, read: Term | None) -> float:

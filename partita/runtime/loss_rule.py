@@ -5,6 +5,7 @@ Both the loss and its gradients must agree, on a twin of the module and, where t
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ from partita.errors import Fault, Refused
 from partita.runtime.batch import Batch, Share
 from partita.runtime.look import Look
 from partita.runtime.loss import ALIKE, READ, WORDS, Part, Rule, formed, part_of
+from partita.runtime.loss_fits import Fits
+from partita.runtime.loss_sources import Fit
 from partita.runtime.loss_terms import Counts, Term, terms
+from partita.runtime.loss_trials import Trials
 from partita.runtime.random import Row
 from partita.runtime.subject import Subject
 
@@ -60,12 +64,17 @@ class _Search:
         self.reads = [read, *self._parts_read()]
         if not telling and not pair and len(read) != 1:
             raise Refused(_nothing(self.samples))
-        for rule in [Rule("pair")] if pair else self._candidates(read):
+        fits = Fits(self.look, Share(self.first, self.count), self._shares()).found() if telling else []
+        trials, tried = Trials(self.look, Share(self.first, self.count), self._shares()), (0.0, "")
+        for rule in [Rule("pair", fits=fits)] if pair else self._candidates(read, fits):
             miss = self._miss(rule)
             if miss <= self.look.tolerance:
-                return self._settled(rule)
+                settled = self._settled(rule)
+                tried = max(tried, trials.worst(settled))
+                if tried[0] <= self.look.tolerance * 10:
+                    return settled
             misses[rule.kind] = min(miss, misses.get(rule.kind, math.inf))
-        raise Refused(_no_rule(misses, self.count, self.trouble))
+        raise Refused(_uneven(*tried, self.count) if tried[1] else _no_rule(misses, self.count, self.trouble))
 
     def _place(self) -> tuple[list[Fault], bool, list[Term], bool]:
         """Look for samples whose loss says something: zero, or no number, is what it is where no target counts."""
@@ -101,17 +110,18 @@ class _Search:
         """Whether the loss is made of the same terms whatever the samples."""
         return all([t.kind for t in read] == [t.kind for t in self.reads[0]] for read in self.reads)
 
-    def _candidates(self, read: list[Term]) -> list[Rule]:
-        found = [Rule(t.kind, term=k) for k, t in enumerate(read) if t.kind in READ] if self._steady() else []
-        return [*found, Rule("samples"), Rule("sum")]
+    def _candidates(self, read: list[Term], fits: list[Fit | None]) -> list[Rule]:
+        kinds = [(t.kind, k) for k, t in enumerate(read) if t.kind in READ] if self._steady() else []
+        found = [Rule(kind, term=k, fits=fits) for kind, k in kinds]
+        return [*found, *([] if any(fits) else [Rule("samples"), Rule("sum")])]
 
     def _settled(self, rule: Rule) -> Rule:
         """The rule with its expected weight, and what is to be watched."""
         weight = self.look(
-            Share(self.first, self.count), lambda value, counts: part_of(rule, value, self.count, counts).numbers[1]
+            Share(self.first, self.count), lambda value, counts: part_of(rule, value, self.count, counts).numbers[1], given={}
         )
         nominal = 1.0 if rule.kind == "sum" else weight / self.count * self.samples or 1.0
-        return Rule(rule.kind, nominal, rule.term, self._ratios(rule))
+        return replace(rule, nominal=nominal, ratios=self._ratios(rule))
 
     def _ratios(self, rule: Rule) -> Sequence[float | None]:
         """What each term divides by, over the rule's own count; None where it is not in proportion even in this look."""
@@ -145,11 +155,11 @@ class _Search:
 
             def add(value: Any, counts: Counts, share: Share = share) -> tuple[Part, dict[str, Tensor]]:
                 part = part_of(rule, value, share.samples, counts)
-                return part, self.look.gradients(part.value) if part.numbers[1] else {}
+                return part, self.look.gradients(part.value) if part.adds else {}
 
-            part, found = self.look(share, add)
+            part, found = self.look(share, add, given={})
             mine, count = part.numbers
-            if not count:
+            if not part.adds:
                 continue
             total, weight, last = total + mine, weight + count, part
             for name, g in found.items():
@@ -179,6 +189,17 @@ def _nothing(samples: int) -> Fault:
         have=f"{samples} samples, none of which has a target that counts",
         law="the rule of a loss is checked before step 1 on the first batch",
         cure="a first batch with targets, or the pair (sum, weight)",
+        at="loss",
+    )
+
+
+def _uneven(miss: float, name: str, samples: int) -> Fault:
+    return Fault(
+        "P114",
+        "the losses of parts give that of the batch only while all samples count alike",
+        have=f"{samples} samples whole against split unevenly, with some of {name!r} marked as not counting: off by {miss:.1e}",
+        law="a part divides by its own count: the count of the whole batch must be known as the sum of theirs",
+        cure="divide last, by a tensor: loss.sum() / mask.sum().clamp(min=1); or return the pair (loss.sum(), mask.sum())",
         at="loss",
     )
 

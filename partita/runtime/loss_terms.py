@@ -4,25 +4,23 @@
 
     sum   d = 1        mean   d = its elements        cross-entropy, nll   d = counted targets, or their class weights
 
-Only what is linear is followed: sums, differences, products and quotients with numbers. A count that is kept away from zero
-before it divides (`clamp(min=1)`, `+ 1e-8`) is known by the count itself, for it is counts that add up over parts.
+Only what is linear is followed: sums, differences, products and quotients with numbers. Where a count is kept away from zero
+before it divides (`clamp(min=1)`, `+ 1e-8`) `loss_sources` says which count that is, for it is counts that add up over parts.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from partita.runtime.loss_sources import Finish, Number, Sources
 from partita.runtime.through import Through
 
 CROSS_ENTROPY, NLL = torch._C._nn.cross_entropy_loss, torch._C._nn.nll_loss_nd  # pyright: ignore[reportAttributeAccessIssue]
-MEAN = 1  # torch's number for reduction="mean"
-GUARDS = {"clamp", "clip", "clamp_min", "maximum", "max", "add", "__add__", "__radd__"}  # what keeps a count from zero
-ALIKE = {"to", "float", "double", "type_as", "detach", "clone", "long", "int"}  # the same number
-COMPARING = {"gt", "lt", "ge", "le", "__gt__", "__lt__", "__ge__", "__le__"}
+MEAN, SUM = 1, 2  # torch's numbers for reduction="mean" and "sum"
+COMPARING = {"eq", "ne", "gt", "lt", "ge", "le", "__eq__", "__ne__", "__gt__", "__lt__", "__ge__", "__le__"}
 # Of the graph, by the name of the node. "SumBackward" is our own: it makes a Partial value whole.
 PASSING = {
     "ToCopyBackward0", "ViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
@@ -33,10 +31,8 @@ SUMS = {"SumBackward0", "SumBackward1", "NansumBackward0"}
 REDUCING = {
     "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0", "BinaryCrossEntropyBackward0", "SoftMarginLossBackward0",
 }  # fmt: skip
+SUMMING = {"NllLossBackward0", "NllLoss2DBackward0"}  # sums if they do not take the mean, which `Counts` hears of
 LINEAR = {"AddBackward0": 1, "SubBackward0": -1, "RsubBackward1": -1}  # sign of the operand scaled by alpha
-
-Number = Tensor | float
-Finish = tuple[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], ...]  # calls that turn a count into a divisor
 
 
 @dataclass(frozen=True)
@@ -68,58 +64,24 @@ class Term:
         return float(value) / float(self.scale)
 
 
-@dataclass(frozen=True)
-class Root:
-    """A count behind a divisor: `made` = finish(`count`)."""
-
-    made: Tensor
-    count: Tensor
-    finish: Finish
-
-
 class Counts(Through):
-    """Hears, while a loss runs, what its graph does not tell: the targets that count, and counts kept away from zero."""
+    """Hears, while a loss runs, what its graph does not tell: the targets that count, and where other counts come from."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counted: dict[Any, Number] = {}  # graph node of a loss -> its targets that count
-        self.roots: dict[int, Root] = {}  # by the id of `made`, which the root keeps alive
-        self.compared: list[tuple[Tensor, float]] = []  # counts compared with a number, as Python's max does it
+        self.sources: Sources | None = None  # if they are heard as well
+        self.marks: set[int] = set()  # integers that targets are compared with, or are left out for
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func is CROSS_ENTROPY or func is NLL:
-            if isinstance(out, Tensor) and out.grad_fn is not None:
-                with torch._C.DisableTorchFunction(), torch.no_grad():
-                    self._count(out.grad_fn, *args, **kwargs)
-        elif func.__name__ in GUARDS or func.__name__ in ALIKE:
-            with torch._C.DisableTorchFunction():
-                self._guard(func, out, args, kwargs)
-        elif func.__name__ in COMPARING and len(args) == 2 and isinstance(args[1], int | float):
-            with torch._C.DisableTorchFunction():
-                if isinstance(args[0], Tensor) and not args[0].dim() and not args[0].requires_grad:
-                    self.compared.append((args[0], float(args[1])))
+        if (func is CROSS_ENTROPY or func is NLL) and isinstance(out, Tensor) and out.grad_fn is not None:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                self._count(out.grad_fn, *args, **kwargs)
+        elif func.__name__ in COMPARING and len(args) == 2 and isinstance(args[0], Tensor) and isinstance(args[1], int):
+            self.marks.update((args[1] - 1, args[1], args[1] + 1) if args[0].dtype != torch.bool else ())
         return out
-
-    def root(self, divisor: Tensor) -> Root | None:
-        """The count behind a divisor: of `max(count, 1)` it is the count, though the divisor may be the number."""
-        if found := self.roots.get(id(divisor)):
-            return found
-        for count, number in self.compared:
-            if divisor is not count and float(divisor) == number and float(count) < number:
-                return Root(divisor, count, ((torch.clamp, (), {"min": number}),))
-        return None
-
-    def _guard(self, func: Any, out: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        if not isinstance(out, Tensor) or out.dim() or out.requires_grad or not tensors or tensors[0] is not args[0]:
-            return
-        if args[0].dim() or any(t.numel() != 1 for t in (*tensors, *kwargs.values()) if isinstance(t, Tensor)):
-            return
-        known = self.roots.get(id(args[0]), Root(args[0], args[0], ()))
-        guards = () if func.__name__ in ALIKE else ((func, args[1:], kwargs),)
-        self.roots[id(out)] = Root(out, known.count, known.finish + guards)
 
     def _count(
         self,
@@ -132,6 +94,7 @@ class Counts(Through):
         *_: Any,
         **__: Any,
     ) -> None:
+        self.marks.add(ignore_index)
         if reduction != MEAN:
             return
         if target.is_floating_point():  # class probabilities: every target counts
@@ -144,15 +107,14 @@ class Counts(Through):
 # ---------------------------------------------------------------- reading a graph
 @dataclass(frozen=True)
 class _Way:
-    """From a node of the graph to the loss: its value is divided by `by`; `root` is the count behind that."""
+    """From a node of the graph to the loss: its value is divided by `by`."""
 
     by: Number = 1.0
     count: Number = 1.0
-    root: Root | None = None
     divided: bool = False
 
-    def over(self, number: Number, root: Root | None = None) -> "_Way":
-        return _Way(self.by * number, self.count * number, root or self.root, divided=True)
+    def over(self, number: Number) -> "_Way":
+        return _Way(self.by * number, self.count * number, divided=True)
 
     def times(self, number: Number) -> "_Way":
         zero = isinstance(number, float) and not number
@@ -176,12 +138,31 @@ class _Reader:
                     if below is not None:
                         self.read(below, inner)
             else:
-                self._term("averaged" if name in MEANS else "sum", inner)
+                self._term("averaged" if name in MEANS else "sum", self._within(nexts, inner))
+        elif name in SUMMING and node._saved_reduction == SUM:
+            self._term("sum", way)
         elif name in REDUCING and node._saved_reduction:
             mean = node._saved_reduction == MEAN
             self._term("averaged" if mean else "sum", way.over(float(node._saved_self.numel())) if mean else way)
         else:
             self._linear(node, name, nexts, way)
+
+    def _within(self, nexts: list[tuple[int, Any]], way: _Way) -> _Way:
+        """The way on through numbers by which every element of a sum is multiplied or divided."""
+        while len(nexts) == 1:
+            node = nexts[0][1]
+            name, nexts = node.name(), [(k, n) for k, (n, _) in enumerate(node.next_functions) if n is not None]
+            if name == "NegBackward0":
+                way = replace(way, by=-way.by)
+            elif name in ("MulBackward0", "DivBackward0") and len(nexts) == 1:
+                k = nexts[0][0]
+                other = node._saved_other if k == 0 else node._saved_self
+                if other is None or other.dim() or other.requires_grad or (name == "DivBackward0" and k == 1):
+                    return way
+                way = way.times(_number(other)) if name == "MulBackward0" else way.over(_number(other))
+            elif name not in PASSING:
+                return way
+        return way
 
     def _linear(self, node: Any, name: str, nexts: list[tuple[int, Any]], way: _Way) -> None:
         if name in PASSING and len(nexts) == 1:
@@ -194,6 +175,8 @@ class _Reader:
                 self.read(below, way if factor == 1 else replace(way, by=way.by / factor))
         elif name in ("MulBackward0", "DivBackward0") and len(nexts) == 1:
             self._scaled(node, name, *nexts[0], way)
+        elif way.divided and node.next_functions:
+            self._term("sum", way)  # unknown itself, but what it is divided by is known
         else:
             self.found.append(Term("other"))
 
@@ -204,15 +187,18 @@ class _Reader:
         elif name == "MulBackward0":
             self.read(below, way.times(_number(other)))
         else:
-            self.read(below, way.over(_number(other), self.counts.root(other) if self.counts is not None else None))
+            self.read(below, way.over(_number(other)))
 
     def _term(self, kind: str, way: _Way) -> None:
         kind = "divided" if kind == "sum" and way.divided else kind
-        if way.root is None or not way.root.finish or kind != "divided":
-            self.found.append(Term(kind, way.by, way.count, way.by))
-            return
-        scale = way.root.made.double() / way.by  # what the count is scaled by besides
-        self.found.append(Term(kind, way.by, way.count, way.root.count.double() / scale, way.root.finish, scale))
+        term = Term(kind, way.by, way.count, way.by)
+        if kind in ("sum", "divided") and self.found and self._same(self.found[-1], term):
+            return  # a sum that is written out
+        self.found.append(term)
+
+    @staticmethod
+    def _same(one: Term, other: Term) -> bool:
+        return one.kind == other.kind and one.by is other.by and one.count is other.count
 
 
 def _number(t: Tensor) -> Number:

@@ -5,15 +5,18 @@ becomes a mapping of its own that leaves when it is freed. Then
 
     peak = highest resident memory during the step - resident memory before the model was built
 
-with file-backed pages (code) left out of both. The thresholds cost time (each large block is mapped anew), so they are in force
-only up to the measured step, and timed steps run with the generous ones malloc arrives at by itself.
+with file-backed pages (code) left out of both. Before either is read, the matrix library gives back its buffers: set-up
+multiplies in float64, which takes some that no step needs. The thresholds cost time (each large block is mapped anew), so they
+are in force only up to the measured step, and timed steps run with the generous ones malloc arrives at by itself.
 """
 
 import ctypes
 import gc
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +30,15 @@ def resident(field: str) -> int:
     """A field of /proc/self/status, in bytes."""
     with STATUS.open() as lines:
         return next((int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":")), 0)
+
+
+def _products() -> Callable[[], Any] | None:
+    """What gives back the buffers that the matrix library keeps; None where it is another one."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        return ctypes.CDLL(str(library)).mkl_serv_free_buffers
+    except (OSError, AttributeError):
+        return None
 
 
 class Meter:
@@ -46,7 +58,7 @@ class Meter:
         self.plain: int | None = None  # of the whole process, whatever malloc keeps
         self.note = "" if self.cuda or self.linux else f"the peak of one step cannot be read on {sys.platform}"
         if self.linux:
-            self._libc = ctypes.CDLL(None)
+            self._libc, self._products = ctypes.CDLL(None), _products()
             self._set(M_MMAP_THRESHOLD, HONEST)
             self._set(M_MMAP_MAX, 1 << 20)
             self._trim()
@@ -62,6 +74,8 @@ class Meter:
 
     def _trim(self) -> None:
         gc.collect()
+        if self._products is not None:
+            self._products()
         try:
             self._libc.malloc_trim(0)
         except AttributeError:

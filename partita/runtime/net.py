@@ -37,10 +37,15 @@ class Entry:
 
 
 class Work:
-    """A collective under way."""
+    """A call under way; `held` is kept until it is done."""
 
-    def __init__(self, work: Any, notes: Notes, what: str) -> None:
-        self._work, self._notes, self._what = work, notes, what
+    def __init__(self, work: Any, notes: Notes, what: str, held: Tensor | None = None) -> None:
+        self._work, self._notes, self._what, self._held = work, notes, what, held
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._work.is_completed()
 
     def wait(self) -> None:
         """Block until it is done (on CUDA: order the current stream behind it)."""
@@ -189,6 +194,21 @@ class Net:
             dist.broadcast(whole, group=self.group(axis), group_src=source)
         if whole is not tensor:
             tensor.copy_(whole)
+
+    # ---- one peer
+    def send(self, tensor: Tensor, axis: str, peer: int, *, label: str = "") -> Work:
+        """Send to the rank at coordinate `peer` of the axis; messages of a channel arrive in order."""
+        whole = tensor.detach().contiguous()
+        with self._call("send", axis, whole.nbytes, whole.dtype, label) as what:
+            work = dist.isend(whole, group=self.group(axis), group_dst=peer)
+        return Work(work, self.notes, what, whole)
+
+    def receive(self, tensor: Tensor, axis: str, peer: int, *, label: str = "") -> Work:
+        """Begin to fill a contiguous tensor from the rank at coordinate `peer` of the axis."""
+        assert tensor.is_contiguous(), f"{label}: what is received needs one block of memory"
+        with self._call("receive", axis, tensor.nbytes, tensor.dtype, label) as what:
+            work = dist.irecv(tensor, group=self.group(axis), group_src=peer)
+        return Work(work, self.notes, what, tensor)
 
     # ---- all ranks, outside the ledger
     def barrier(self) -> None:

@@ -39,6 +39,8 @@ def global_norm(
     parameters: Mapping[str, nn.Parameter],
     placements: Mapping[str, Sequence[tuple[str, int, object]]],
     p: float = 2.0,
+    *,
+    apart: Sequence[str] = (),
 ) -> Tensor:
     """The p-norm of the gradients of the whole model: a float64 scalar.
 
@@ -47,6 +49,7 @@ def global_norm(
         parameters: This rank's, by name; those without a gradient count nothing.
         placements: How each is cut.
         p: Above 0; may be infinite.
+        apart: Axes along which ranks hold other parameters, each counted where it is given.
     """
     cutting = {axis for name in parameters for axis, _, _ in placements.get(name, ())}
     axes = [axis for axis in net.mesh.names if axis in cutting and net.size(axis) > 1]
@@ -57,6 +60,8 @@ def global_norm(
             counted.append(parameter.grad)
     total = _powers(counted, p, net.device)
     for axis in axes:
+        net.all_reduce(total, axis, op="max" if math.isinf(p) else "sum", label="norm")
+    for axis in apart:
         net.all_reduce(total, axis, op="max" if math.isinf(p) else "sum", label="norm")
     return total if math.isinf(p) else total.pow(1.0 / p)
 

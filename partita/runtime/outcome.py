@@ -83,9 +83,9 @@ class Outcome:
 
     def traffic(self, backend: str = "gloo") -> tuple[Traffic, ...]:
         """What the busiest rank sent in one step, as its ledger has it."""
-        busiest = max(self.results, key=lambda r: sum(e[2] for e in r["ledger"]))
+        busiest = max(self.results, key=lambda r: sum(e[2] for e in r["ledger"] if e[0] != "receive"))
         rows: dict[tuple[str, str], list[float]] = {}
-        for op, axis, nbytes, dtype, *_ in busiest["ledger"]:
+        for op, axis, nbytes, dtype, *_ in (e for e in busiest["ledger"] if e[0] != "receive"):
             row = rows.setdefault((axis, op), [0, 0, 0.0])
             row[0] += 1
             row[1] += nbytes

@@ -41,6 +41,7 @@ from partita.runtime.entries import (
     quartile,
     timed,
 )
+from partita.runtime.meter import STATUS, resident
 from partita.runtime.net import Net
 from partita.runtime.programs import program_of
 from partita.runtime.ranks import run_ranks
@@ -89,7 +90,7 @@ def measure(net: Net, budget: Budget) -> dict[str, Any]:
         )
         found["products"] += convolutions(net, pool, budget)
         found |= {"collectives": collectives(net, budget), "beside": beside(net, pool)}
-    return found | {"overheads": overheads(), "step": real_step(net)}
+    return found | {"kernel": {"bytes": kernel()}, "overheads": overheads(), "step": real_step(net)}
 
 
 def together(net: Net) -> None:
@@ -161,6 +162,22 @@ def optimizer_op() -> float:
         p.grad = torch.ones(4)
     optimizer = torch.optim.AdamW(parameters)
     return timed(lambda: (), optimizer.step, 0.05) / (10 * len(parameters))
+
+
+def kernel() -> float:
+    """Bytes that stay resident for every new shape of a bfloat16 product; 0 where that cannot be read."""
+    block, sizes = torch.ones(1 << 16, dtype=torch.bfloat16), range(97, 105)  # shapes nothing else has
+
+    def product(n: int) -> None:
+        torch.mm(block[: n * 128].view(n, 128), block[: 128 * 128].view(128, 128))
+
+    if not STATUS.exists():
+        return 0.0
+    product(96)
+    before = resident("RssAnon")
+    for n in sizes:
+        product(n)
+    return max(0.0, (resident("RssAnon") - before) / len(sizes))
 
 
 def collectives(net: Net, budget: Budget) -> list[list[Any]]:
@@ -258,7 +275,8 @@ def probe(folder: Path, *, quick: bool = False, out: Path | None = None, say: Ca
     ranks = run_ranks(Mesh(((AXIS, 2),)), lambda net: measure(net, budget))
     raw: dict[str, Any] = {name: merged([rank[name] for rank in ranks]) for name in ("products", "ops", "collectives")}
     raw |= {
-        name: {k: sum(rank[name][k] for rank in ranks) / len(ranks) for k in ranks[0][name]} for name in ("overheads", "beside")
+        name: {k: sum(rank[name][k] for rank in ranks) / len(ranks) for k in ranks[0][name]}
+        for name in ("overheads", "beside", "kernel")
     }
     if not quick:
         raw["collectives"] += merged(run_ranks(Mesh(((AXIS, 4),)), lambda net: collectives_only(net, budget)))

@@ -184,6 +184,11 @@ class Stream(Through, Resumable):
                 return row
         return Row(None)
 
+    @property
+    def count(self) -> int:
+        """Draws of this forward pass so far."""
+        return self._calls
+
     def skip(self) -> None:
         """Count a draw that is not served."""
         self._calls += 1

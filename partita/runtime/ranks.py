@@ -7,6 +7,7 @@
 The same `work(net)` runs in both.
 """
 
+import atexit
 import datetime
 import signal
 import threading
@@ -59,13 +60,13 @@ def run_ranks(
         return Forked(mesh, work, folder=folder, quiet=quiet, progress=progress, loopback=loopback).run()
     if alone:
         return [work(Net(mesh, 0, folder=folder))]
-    with joined(mesh, launched, folder) as net, _signals(net):
+    net = joined(mesh, launched, folder)
+    with _signals(net):
         net.progress = progress if net.rank == 0 else None
         return net.gather(work(net))
 
 
-@contextmanager
-def joined(mesh: Mesh, launched: Launched, folder: Path | None = None) -> Iterator[Net]:
+def joined(mesh: Mesh, launched: Launched, folder: Path | None = None) -> Net:
     """The network of a rank made by torchrun: NCCL and this rank's GPU where there are GPUs, else gloo."""
     if mesh.ranks != launched.ranks:
         raise Refused(
@@ -84,15 +85,16 @@ def joined(mesh: Mesh, launched: Launched, folder: Path | None = None) -> Iterat
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    first = not dist.is_initialized()
-    if first:
+    if not dist.is_initialized():  # once a process: a second group would find the addresses of the first in torchrun's store
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TORCHRUN_TIMEOUT)
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        yield Net(mesh, launched.rank, device=device, folder=folder, store=store, excluded=frozenset({launched.port}))
-    finally:
-        if first:
-            dist.destroy_process_group()
+        atexit.register(_part)
+    store = dist.distributed_c10d._get_default_store()
+    return Net(mesh, launched.rank, device=device, folder=folder, store=store, excluded=frozenset({launched.port}))
+
+
+def _part() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextmanager
@@ -115,5 +117,6 @@ def _signals(net: Net) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
+        if not asked:  # else the same Ctrl-C may come once more, while what was asked for is being written
+            for number, handler in kept.items():
+                signal.signal(number, handler)

@@ -260,7 +260,8 @@ def install(
 
     def written(subject: Subject, stream: Stream | None) -> tuple[Captured, Script]:
         captured = hear(subject, samples, program, derivation)
-        return captured, write(captured.program, captured.heard, captured.derivation, coordinate, axis.reduce, stream)
+        script = write(captured.program, captured.heard, captured.derivation, coordinate, axis.reduce, stream)
+        return captured, replace(script, calls=tuple(captured.heard.calls))
 
     def evaluation() -> Script:
         _, script = written(replace(subject, make=lambda: subject.make().eval()), None)
@@ -293,15 +294,20 @@ class Captured:
 
 def hear(subject: Subject, samples: int, program: Program, derivation: Derivation) -> Captured:
     """Capture the subject with its calls, and split it as `program` is split by `derivation`."""
+    flat, heard = hear_whole(subject, samples)
+    atoms = matched(program, derivation.atoms, flat)
+    return Captured(flat, heard, derive_tensor(flat, derivation.axis, derivation.size, atoms))
+
+
+def hear_whole(subject: Subject, samples: int) -> tuple[Program, Heard]:
+    """Capture the subject with its calls."""
     listeners: list[Listener] = []
 
     def listen(tape: Tape) -> Listener:
         listeners.append(Listener(tape))
         return listeners[-1]
 
-    flat = capture(subject, max(samples, 2), listen=listen)
-    atoms = matched(program, derivation.atoms, flat)
-    return Captured(flat, listeners[-1].heard, derive_tensor(flat, derivation.axis, derivation.size, atoms))
+    return capture(subject, max(samples, 2), listen=listen), listeners[-1].heard
 
 
 def matched(program: Program, atoms: frozenset[int], other: Program) -> set[int]:
@@ -351,7 +357,7 @@ def rehearse(replay: Replay, subject: Subject, module: nn.Module) -> None:
 
 
 def _rehearsed(replay: Replay, subject: Subject, module: nn.Module, batch: dict[str, Any]) -> None:
-    twin, names = _twin(module), replay.names
+    twin, names = twin_of(module), replay.names
     replay.axis.silent = replay.rehearsing = True
     replay.names = _names(twin)
     try:
@@ -392,7 +398,7 @@ def _kept_by(module: nn.Module) -> dict[tuple[int, str], Any]:
     return {(n, k): v if isinstance(v, plain) else id(v) for n, k, v in kept}
 
 
-def _twin(module: nn.Module) -> nn.Module:
+def twin_of(module: nn.Module) -> nn.Module:
     """A copy on fake parameters: what a forward changes in the module, it changes there."""
     mode, memo = FakeTensorMode(allow_non_fake_inputs=True), {}
     for b in module.buffers():

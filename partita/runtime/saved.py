@@ -17,7 +17,7 @@ from partita.runtime.checkpoint import save as write
 from partita.runtime.index import Index
 from partita.runtime.net import Net
 from partita.runtime.site import Cut, Site
-from partita.runtime.state import cuts_of, gather, optimizer_state
+from partita.runtime.state import cuts_of, gather, gather_held, optimizer_state
 
 KINDS = ("state", "gradients", "optimizer")
 
@@ -154,6 +154,10 @@ def _dense(t: Tensor) -> Tensor:
 
 def whole_state(site: Site) -> dict[str, Tensor]:
     """The state dict of one device, tied names both, and the buffers outside it."""
+    if site.pipe is not None:
+        held = _tensors(site.module)
+        found = {name: _held(site, name, held.get(name)) for name in dict.fromkeys(site.keys.values())}
+        return {key: found[name] for key, name in site.keys.items()}
     names = {id(p): n for n, p in site.module.named_parameters()}
     kept = site.module.state_dict(keep_vars=True)
     kept |= {name: b for name, b in site.module.named_buffers() if name not in kept}
@@ -177,6 +181,10 @@ def transient(module: nn.Module) -> list[str]:
 
 def whole_gradients(site: Site) -> dict[str, Tensor]:
     """Gradients by parameter name; those without one left out."""
+    if site.pipe is not None:
+        grads = {name: p.grad for name, p in site.module.named_parameters() if p.grad is not None}
+        listed = {name for told in site.net.gather(list(grads)) for name in told}
+        return {name: _held(site, name, grads.get(name)) for name in site.shapes if name in listed}
     return {
         name: gather(site.net, p.grad, site.shapes[name], site.placements.get(name, ()))
         for name, p in site.module.named_parameters()
@@ -187,8 +195,35 @@ def whole_gradients(site: Site) -> dict[str, Tensor]:
 def whole_optimizer(site: Site, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Optimizer state as ``<parameter>/<key>``."""
     whole = {}
+    if site.pipe is not None:
+        return _whole_optimizer_of_stages(site, optimizer)
     for name, key, value, p in _kept(site.module, optimizer):
         if isinstance(value, Tensor):
             cuts = cuts_of(site.placements, name, value, p)
             whole[f"{name}/{key}"] = gather(site.net, value, site.shapes[name] if cuts else tuple(value.shape), cuts)
+    return whole
+
+
+def _held(site: Site, name: str, block: Tensor | None) -> Tensor:
+    """A parameter, its gradient or a buffer, whole, from the rank whose value counts."""
+    assert site.pipe is not None, "ranks hold different stages"
+    mine = block if site.pipe.owns(name) else None
+    return gather_held(site.net, mine, site.shapes[name], site.placements.get(name, ()), site.apart, site.dtypes[name])
+
+
+def _whole_optimizer_of_stages(site: Site, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """`whole_optimizer`, where ranks hold different parameters."""
+    assert site.pipe is not None, "ranks hold different stages"
+    mine: dict[str, tuple[Tensor, str, bool]] = {}
+    for name, key, value, p in _kept(site.module, optimizer):
+        if isinstance(value, Tensor) and site.pipe.owns(name):
+            mine[f"{name}/{key}"] = value, name, bool(cuts_of(site.placements, name, value, p)) or value.shape == p.shape
+    told = [{k: [name, like, list(t.shape), str(t.dtype)] for k, (t, name, like) in mine.items()}]
+    listed = {k: row for some in site.net.gather(told[0]) for k, row in some.items()}
+    whole = {}
+    for full, (name, like, shape, dtype) in sorted(listed.items()):
+        shape, cuts = (site.shapes[name], site.placements.get(name, ())) if like else (shape, ())
+        block = mine[full][0] if full in mine else None
+        kind = getattr(torch, dtype.removeprefix("torch."))
+        whole[full] = gather_held(site.net, block, shape, cuts, site.apart, kind)
     return whole

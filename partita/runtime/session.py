@@ -119,13 +119,17 @@ class Session:
             p.grad = before if p.grad is None else p.grad.add_(before)
         self._done += 1
         self.net.notes.stepped()
+        self.net.notes.doing(f"the story's own work after step {self._done}", slow=True)
         return torch.tensor(loss, dtype=torch.float64)
 
     def clip(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the norm of all gradients of the whole model; returns it as it was before."""
         refuse(clip_faults((max_norm, norm_type)))
-        placements = self._step.site.placements if self._step else {}
-        norm = global_norm(self.net, dict(model.named_parameters()), placements, norm_type)
+        if self._step is None:
+            norm = global_norm(self.net, dict(model.named_parameters()), {}, norm_type)
+        else:
+            site = self._step.site
+            norm = global_norm(self.net, self._step.counted(), site.placements, norm_type, apart=site.apart)
         clip(model.parameters(), norm, max_norm)
         return norm
 
@@ -170,7 +174,8 @@ class Session:
         step = prepare(self.net, subject, model, whole, self.strategies, program, self.training)
         after = dict(model.named_parameters(remove_duplicate=False))
         for group in self._optimizer.param_groups:
-            group["params"] = [after[before[id(p)]] if id(p) in before else p for p in group["params"]]
+            held = [p for p in group["params"] if before.get(id(p)) in after or id(p) not in before]  # of this rank's stages
+            group["params"] = [after[before[id(p)]] if id(p) in before else p for p in held]
         stepping = step.site.stepping(self._optimizer)
         if stepping is not self._optimizer:  # the user holds the optimizer: it steps as the strategies want it to
             self._optimizer.step = stepping.step

@@ -10,22 +10,27 @@ one normative order.
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from partita.errors import Fault, refuse
 from partita.mesh import Mesh
-from partita.program import Program
+from partita.program import Kind, Program
 from partita.program.split import Derivation
 from partita.runtime.batch import Share
 from partita.runtime.batch_norm import GlobalStatistics, norms
 from partita.runtime.net import Net
 from partita.runtime.offload import Offloaded
+from partita.runtime.pipeline import Pipe
 from partita.runtime.random import Stream, draws, rows
 from partita.runtime.recompute import recomputed
-from partita.runtime.replay import Replay, install
+from partita.runtime.replay import Axis, Replay, hear_whole, install
+from partita.runtime.stages import Staged, keep_stage, plain_script
+from partita.runtime.steps import Script
 from partita.runtime.subject import Subject
-from partita.strategy import Place, Strategy
+from partita.strategy import Pipelined, Place, Strategy, inside, pipeline_of
 
 Ranges = tuple[tuple[int, int], ...]
 Cut = tuple[str, int, Ranges]  # axis, dim, (start, length) of the whole dim that this rank holds
@@ -44,6 +49,26 @@ def coordinate_of(net: Net, axes: Sequence[str]) -> tuple[int, int]:
     return number, ranks
 
 
+def keys_of(module: nn.Module) -> dict[str, str]:
+    """Key of the state dict, or of a buffer outside it -> the name its tensor is known by: of a tied one, the first."""
+    names = {id(p): n for n, p in module.named_parameters()}
+    kept = module.state_dict(keep_vars=True)
+    kept |= {name: b for name, b in module.named_buffers() if name not in kept}
+    return {key: names.get(id(t), key) for key, t in kept.items() if isinstance(t, Tensor)}
+
+
+def _whole_model(axis: str, size: int) -> Fault:
+    """P116 for a model that is one region and is cut into stages."""
+    return Fault(
+        "P116",
+        "Recompute(policy='full') makes one region of a model that is cut into stages",
+        f"{axis} = {size}",
+        "a region is computed again on one rank, and a stage holds a part of the model",
+        "policy = 'block' or 'selective', which give each block of a stage a region of its own",
+        f"mesh.{axis}",
+    )
+
+
 class Site:
     """One rank's part of a training run.
 
@@ -59,14 +84,19 @@ class Site:
     def __init__(self, module: nn.Module, net: Net, subject: Subject, program: Program, samples: int, *, seed: int = 0) -> None:
         self.module, self.net, self.subject, self.program, self.samples = module, net, subject, program, samples
         self.shapes = {name: tuple(t.shape) for name, t in (*module.named_parameters(), *module.named_buffers())}  # whole
+        self.keys = keys_of(module)
+        self.dtypes = {name: t.dtype for name, t in (*module.named_parameters(), *module.named_buffers())}
         self.placements: dict[str, list[Cut]] = {}
         self.data_axes: list[str] = []
         self.reductions: list[tuple[str, list[list[str]], torch.dtype | None]] = []
         self.late: list[tuple[str, tuple[str, ...]]] = []  # axis, parameters whose gradients are summed over it once a step
         self.stream = Stream(seed, rows(program)) if draws(program) else None
+        self.pipe: Pipe | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
         self._replays: list[Replay] = []
         self._statistics: list[str] = []
         self._offloaded: set[str] = set()
+        self._regions: list[str] = []  # modules that are computed again
         self._gradients = {program.tensors[p].name for p in program.gradients}
 
     # ---- what a strategy may read
@@ -115,8 +145,45 @@ class Site:
         for name, (dim, spans) in done.placements.items():
             self.placements.setdefault(name, []).append((axis, dim, spans))
 
+    def cut_stages(self, strategy: Pipelined) -> None:
+        """Keep this rank's stages of the module, and run its microbatches in turns with the other ranks of the axis."""
+        axis, size = strategy.axis, self.net.size(strategy.axis)
+        refuse([_whole_model(axis, size)] if "" in self._regions else [])
+        stages, schedule = strategy.stages(self.program, size), strategy.schedule(size)
+        role = strategy.cast(self.program, self.mesh)[self.net.coordinate[axis]]
+        assert role.pipeline is not None, "a pipeline of several ranks gives each a role"
+        staged = self._staged(stages.starts[1:])
+        held = {t.name for t in role.parameters() if t.kind == Kind.PARAMETER}
+        self._optimizer = self.subject.optimizer(self.module)  # of the whole: a stage alone may have nothing that learns
+        keep_stage(self.module, held)
+        mine = {id(p) for p in self.module.parameters()}
+        for group in self._optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in mine]
+        owners = staged.owners([name for name, _ in self.module.named_buffers()])
+        self.pipe = Pipe(self.net, self.module, staged, schedule, role.pipeline, stages.holders, owners)
+        self._replays = [staged]
+        self.program = role
+
+    def _staged(self, starts: Sequence[str]) -> Staged:
+        """The mode that runs one stage at a time, over the calls of a tensor axis if there is one."""
+        subject, samples = self.subject, self.samples
+
+        def script(of: Subject) -> Script:
+            program, heard = hear_whole(of, samples)
+            return plain_script(heard.calls, {t.id: t.name for t in program.parameters()})
+
+        if self._replays:
+            replay = self._replays[0]
+            axis, training, evaluation = replay.axis, replay.scripts[True], replay.evaluation
+            assert evaluation is not None, "a replay that was installed can write the script of evaluation"
+        else:
+            axis, training = Axis(self.net, ""), script(subject)
+            evaluation = lambda: script(replace(subject, make=lambda: subject.make().eval()))
+        return Staged(axis, training, self.module, evaluation, starts, subject.evaluate, self.stream)
+
     def recompute(self, modules: Sequence[str], keep: Sequence[str] = ()) -> None:
         """Compute the inside of these modules once more in the backward pass, but for the results of the ops `keep` fits."""
+        self._regions += modules
         for path in modules:
             recomputed(self.module.get_submodule(path), keep)
 
@@ -125,11 +192,23 @@ class Site:
         self._offloaded.update(parameters)
 
     def apply(self, strategies: Sequence[Strategy]) -> Program:
-        """Apply strategies, innermost first; returns Program′."""
-        for strategy in strategies:
-            strategy.apply(self)
-            self.program = strategy.rewrite(self.program, self.mesh)
+        """Apply strategies, innermost first, those that cut the model by depth before those of the data; returns Program′."""
+        pipeline = pipeline_of(strategies, self.mesh)
+        for strategy in inside(strategies):
+            self._apply(strategy)
+        if pipeline is not None:
+            pipeline.apply(self)
+        for strategy in (s for s in strategies if s.place >= Place.DATA and s is not pipeline):
+            self._apply(strategy)
         return self.program
+
+    def _apply(self, strategy: Strategy) -> None:
+        strategy.apply(self)
+        self.program = strategy.rewrite(self.program, self.mesh)
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """A new optimizer of what this rank holds, as the subject makes it."""
+        return self._optimizer or self.subject.optimizer(self.module)
 
     # ---- what the step uses
     def stepping(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -147,6 +226,11 @@ class Site:
     def data_rank(self) -> int:
         """Which of them this rank runs."""
         return coordinate_of(self.net, self.data_axes)[0]
+
+    @property
+    def apart(self) -> list[str]:
+        """Axes along which ranks hold other parameters."""
+        return [self.pipe.axis] if self.pipe is not None else []
 
     @property
     def mixes(self) -> bool:

@@ -80,6 +80,27 @@ def gather(net: Net, block: Tensor, shape: Sequence[int], cuts: Sequence[Cut]) -
     return whole
 
 
+def gather_held(
+    net: Net, block: Tensor | None, shape: Sequence[int], cuts: Sequence[Cut], apart: Sequence[str], dtype: torch.dtype
+) -> Tensor:
+    """The whole of a tensor that only some ranks along the axes `apart` hold, on every rank, bit for bit. Quiet.
+
+    Args:
+        block: This rank's, if it is the one that counts.
+        shape, cuts: Of the whole, and how it is cut.
+        apart: Axes along which one rank holds it.
+        dtype: Of the tensor.
+    """
+    whole = torch.zeros(tuple(shape), dtype=dtype, device=net.device)
+    if block is not None:
+        place(whole, block.detach(), spans_of(shape, cuts))
+    raw = whole.reshape(-1).view(torch.uint8)
+    with net.quiet():
+        for axis in (*dict.fromkeys(axis for axis, _, _ in cuts), *apart):
+            net.all_reduce(raw, axis, label="gather")
+    return whole
+
+
 def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], Any]:
     """(parameter name, key) -> what the optimizer keeps."""
     names = {id(p): n for n, p in module.named_parameters()}

@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from partita.errors import Fault, PartitaError, Refused, RunFailed
 from partita.runtime.batch import Batch, shares, taken
 from partita.runtime.buckets import HALF, Buckets, reduce_again
 from partita.runtime.buffers import Keeper
-from partita.runtime.loss import READ, Rule, divisor, heard, joined, part_of
-from partita.runtime.loss_terms import Term
+from partita.runtime.loss import READ, Part, Rule, divisor, heard, joined, part_of
+from partita.runtime.loss_terms import Counts, Term
+from partita.runtime.marks import Marks
 from partita.runtime.norm import clip, global_norm
+from partita.runtime.pipeline import Values
 from partita.runtime.site import Site
 
 
@@ -59,8 +62,10 @@ class Step:
         self.shares = shares(samples, site.data_rank, site.data_ranks, microbatches)
         self.keeper = Keeper(site.module, buffers or {}, site.data_ranks, microbatches)
         self.buckets = self._buckets()
+        self.marks = Marks()
         self.read: Term | None = None  # the term the weight is read off
         self.strays = ""
+        self.blank = False  # whether the loss is no number where nothing counts
         self.steps = 0
         self._stepped: set[int] | None = None  # ids of the optimizer's parameters
         self._bucketed = {id(p) for b in self.buckets for one in b.buckets for p in one.parameters}
@@ -88,33 +93,49 @@ class Step:
         for b in self.buckets:
             b.begin()
         self.keeper.begin()
+        self.blank = False
         sums = torch.zeros(2, dtype=torch.float64, device=self.site.net.device)
         idle = True
-        for m, part in enumerate(parts):
-            for b in self.buckets:
-                b.last = m == self.microbatches - 1
-            idle &= not self._microbatch(part, step, m, sums)
+        if self.site.pipe is not None:
+            turns = Turns(self, parts, step, sums)
+            self.site.pipe.run(parts, turns)
+            idle = turns.idle
+        else:
+            for m, part in enumerate(parts):
+                for b in self.buckets:
+                    b.last = m == self.microbatches - 1
+                idle &= not self._microbatch(part, step, m, sums)
         self.keeper.finish()
-        self._finish(idle=idle)
-        return self._reduce(sums)
+        with self.marks("sync", "sync"):
+            self._finish(idle=idle)
+            return self._reduce(sums)
 
     def _microbatch(self, part: Batch, step: int, m: int, sums: torch.Tensor) -> bool:
         """One forward and backward; False when there was nothing to learn from."""
         site, share = self.site, self.shares[m]
         with site.statistics():
             self.keeper.starting(m)
-            with site.running(step, share), heard(self.rule) as counts:
+            with self.marks(f"F{m}", "forward"), site.running(step, share), heard(self.rule, part) as counts:
                 value = site.subject.evaluate(site.module, part)
             self.keeper.ran(m)
-            one = part_of(self.rule, value, share.samples, counts)
-            self.read, self.strays = one.read or self.read, self.strays or one.strays
-            if self.rule.kind in (*READ, "pair") and not site.mixes and not one.numbers[1]:
-                self._nothing(one.value)
+            one = self.weigh(value, share.samples, counts, sums)
+            if one is None:
                 return False  # no target counts here: the mean is 0 / 0
-            sums[0] += one.total
-            sums[1] += math.nan if one.strays else one.weight
-            one.contribution(self.rule).backward()
+            with self.marks(f"B{m}", "backward"):
+                one.contribution(self.rule).backward()
         return True
+
+    def weigh(self, value: Any, samples: int, counts: Counts | None, sums: torch.Tensor) -> Part | None:
+        """The loss of a microbatch as the rule reads it, added to the sums; None if no target counts."""
+        one = part_of(self.rule, value, samples, counts)
+        self.read, self.strays = one.read or self.read, self.strays or one.strays
+        if self.rule.kind in (*READ, "pair") and not self.site.mixes and not one.adds and not one.strays:
+            self.blank |= math.isnan(float(one.value.detach()))
+            self._nothing(one.value)
+            return None
+        sums[0] += one.total
+        sums[1] += math.nan if one.strays else one.weight
+        return one
 
     def _nothing(self, value: torch.Tensor) -> None:
         """The backward pass of a loss that counts nothing, where it talks along a tensor axis; what comes of it is dropped."""
@@ -137,6 +158,9 @@ class Step:
                 grad = self.parameters[name].grad
                 assert grad is not None, f"{name} has no gradient to sum over {axis}"
                 site.net.all_reduce(grad, axis, label=name)
+        if site.pipe is not None:
+            self._fill(site.pipe.tied())
+            site.pipe.sum_tied({n: p.grad for n, p in self.parameters.items() if p.grad is not None})
 
     def _fill(self, names: Iterable[str]) -> None:
         """Zeros where nothing counted, as one device has them."""
@@ -156,22 +180,29 @@ class Step:
             b.drop()
         self._expect_none()
         total, weight = sums.tolist()
-        if math.isnan(weight):
+        by = 1.0 if self.rule.kind == "sum" and not math.isnan(weight) else divisor(weight, self.read)
+        loss = joined(self.rule, total, weight, self.read, blank=self.blank)
+        if site.pipe is not None:  # only the last stage has seen the loss
+            loss, by = site.pipe.share_loss(loss, by)
+            weight = by
+        if math.isnan(by):
             raise self._strayed()
         self.steps += 1
-        by = 1.0 if self.rule.kind == "sum" else divisor(weight, self.read)
         if not weight:
             self._fill(self.parameters)
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         if by and by != self.rule.nominal and grads:
             torch._foreach_mul_(grads, self.rule.nominal / by)
-        return joined(self.rule, total, weight, self.read)
+        return loss
 
     def _strayed(self) -> PartitaError:
         """A term of the loss left the proportion to the weight that the rule rests on."""
+        what = "the terms of the loss divide by counts that are not in proportion, so no one weight adds up its parts"
+        if "count" in self.strays and "proportion" not in self.strays:
+            what = "a part of the batch does not divide as its count says, so its loss cannot be added up with the others"
         fault = Fault(
             "P114",
-            "the terms of the loss divide by counts that are not in proportion, so no one weight adds up its parts",
+            what,
             have=self.strays or "the weight of a part is no number",
             law="the loss of a batch is a weighted mean of the losses of its parts only if all its terms count alike",
             cure="return the pair (sum, weight), or divide all terms by the same count",
@@ -193,12 +224,17 @@ class Step:
                         "  try    a first batch that reaches every parameter"
                     )
 
+    def counted(self) -> dict[str, nn.Parameter]:
+        """Parameters whose gradients this rank counts in the norm: of those that several stages hold, the first counts."""
+        pipe = self.site.pipe
+        return {n: p for n, p in self.parameters.items() if pipe is None or pipe.owns(n)}
+
     def clip(self) -> float | None:
         """Clip the global norm, if asked to; returns it as it was before."""
         if self.clipping is None:
             return None
         largest, p = self.clipping
-        norm = global_norm(self.site.net, self.parameters, self.site.placements, p)
+        norm = global_norm(self.site.net, self.counted(), self.site.placements, p, apart=self.site.apart)
         clip(self.parameters.values(), norm, largest)
         return float(norm)
 
@@ -213,10 +249,55 @@ class Step:
 
     def run(self, batch: Batch, step: int, optimizer: torch.optim.Optimizer) -> Done:
         """One whole optimizer step."""
+        self.marks.begin()
         left = self._left(optimizer)
         loss = self.gradients(self.parts(batch), step)
         for p, before in left:
             p.grad = before if p.grad is None else p.grad.add_(before)
-        norm = self.clip()
-        optimizer.step()
+        with self.marks("optimizer", "optimizer"):
+            norm = self.clip()
+            optimizer.step()
         return Done(loss, norm)
+
+
+class Turns:
+    """What a step does around the passes of this rank's stages."""
+
+    def __init__(self, step: Step, parts: Sequence[Batch], number: int, sums: torch.Tensor) -> None:
+        self.step, self.parts, self.number, self.sums = step, parts, number, sums
+        self.idle, self.began, self.marks = True, False, step.marks
+
+    def stage_forward(self, stage: int, microbatch: int, received: Values) -> tuple[torch.Tensor | None, Values]:
+        """As `pipeline.Around` has it."""
+        step, part, share = self.step, self.parts[microbatch], self.step.shares[microbatch]
+        site = step.site
+        assert site.pipe is not None, "there are stages"
+
+        def run() -> tuple[Any, Counts | None]:
+            with site.running(self.number, share), heard(step.rule, part) as counts:
+                return site.subject.evaluate(site.module, part), counts
+
+        with site.statistics():
+            step.keeper.starting(1 if self.began else 0)
+            out, sent = site.pipe.staged.run(stage, part, received, run)
+            self.began = True
+            step.keeper.ran(microbatch)
+        if stage < site.pipe.last:
+            self.idle = False
+            return None, sent
+        one = step.weigh(out[0], share.samples, out[1], self.sums)
+        self.idle &= one is None
+        return None if one is None else one.contribution(step.rule), sent
+
+    def closing(self, *, last: bool) -> None:
+        """As `pipeline.Around` has it."""
+        pipe = self.step.site.pipe
+        for b in self.step.buckets:
+            b.last, b.later = last, pipe.shared_here if pipe is not None else set()
+
+    def accumulated(self, parameters: Sequence[nn.Parameter]) -> None:
+        """As `pipeline.Around` has it."""
+        for b in self.step.buckets:
+            for p in parameters:
+                if p.grad is not None and id(p) in b.where:
+                    b.ready(p)

@@ -35,7 +35,7 @@ SHOWN = 4  # reasons per module in a message
 class Edge(NamedTuple):
     """A change of the argument at `path`: a new one, or (`again`) the one already made for this value.
 
-    `last`: nothing reads it later.
+    `last`: no later call reads it, so nothing keeps it.
     """
 
     path: Path
@@ -67,10 +67,14 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Script:
-    """All steps of a forward pass and loss, and the parameters whose gradients are summed once a step, in order."""
+    """All steps of a forward pass and loss, and the parameters whose gradients are summed once a step, in order.
+
+    `calls`: what they were captured from, one each.
+    """
 
     steps: tuple[Step, ...]
     late: tuple[str, ...]
+    calls: tuple[Call, ...] = ()
 
 
 def write(
@@ -107,7 +111,7 @@ class _Scribe:
     def script(self) -> Script:
         self.tensors, self.born, self.same = self.layouts.program.tensors, self.layouts.born, self.layouts.same
         self.early = self._early()
-        steps = _forgetting([self._step(call) for call in self.heard.calls])
+        steps = _let_go([self._step(call) for call in self.heard.calls])
         self._check_outside()
         self._check_recomputed()
         late = self._check_said()
@@ -368,17 +372,15 @@ class _Scribe:
         return tuple(late)
 
 
-def _forgetting(steps: list[Step]) -> tuple[Step, ...]:
-    """The steps, each change marked where nothing reads it later: a value must not outlive the forward pass unread."""
-    seen: set[tuple[str, int]] = set()
-    found = []
+def _let_go(steps: list[Step]) -> tuple[Step, ...]:
+    """The steps with the last use of every change marked: what is kept for longer than that would live to the loss."""
+    found, later = [], set()
     for step in reversed(steps):
         edges = []
         for edge in reversed(step.edges):
-            key = edge.kind, edge.value
-            edges.append(edge._replace(last=key not in seen))
-            seen.add(key)
-        found.append(step._replace(edges=tuple(reversed(edges))) if edges else step)
+            edges.append(edge._replace(last=(edge.kind, edge.value) not in later))
+            later.add((edge.kind, edge.value))
+        found.append(step._replace(edges=tuple(reversed(edges))))
     return tuple(reversed(found))
 
 

@@ -54,7 +54,11 @@ class Subject:
 
     def evaluate(self, module: nn.Module, batch: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
         """The loss on a batch, as a 0-dim tensor or a pair; nothing but the autograd graph outlives it."""
-        value = self.loss(self.call(module, batch), batch)
+        return self.judge(self.call(module, batch), batch)
+
+    def judge(self, output: Any, batch: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
+        """The loss of an output, in the same form."""
+        value = self.loss(output, batch)
         if isinstance(value, tuple | list):  # of another length: refused where its form is checked
             return tuple(map(_single, value))  # pyright: ignore[reportReturnType]
         return _single(value)

@@ -5,8 +5,11 @@ autograd copy gradients it would otherwise take over, so tensors and storages ar
 """
 
 import collections
+import re
+import sys
 import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +30,12 @@ IOTA = ("unsqueeze", "view", "expand", "_to_copy", "alias", "detach")  # what ke
 EMPTY = ("cat", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")  # may have empty pieces beside full ones
 SPLITS = ("split", "split_with_sizes", "unsafe_split")
 READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "item")  # ops by which numbers steer Python
+
+# Files of torch that read numbers in order to check arguments, and those between them and a dispatch mode.
+CHECKING = re.compile(r"torch[/\\](nn[/\\]functional\.py|distributions[/\\]\w+\.py)$")
+PASSED = re.compile(
+    r"partita[/\\]runtime[/\\]\w+\.py$|torch[/\\](overrides|_tensor|_ops|_compile)\.py$|torch[/\\](_dynamo|utils|_subclasses)[/\\]"
+)
 
 
 class Where:
@@ -166,7 +175,9 @@ class Tape(TorchDispatchMode):
         ins = [self.number(t) for t in tensors]
         name = func._schema.name.split("::")[1]
         module, phase = (self._owner(ins), Phase.OPTIMIZER) if self.optimizing else (self.where.here(), self.where.phase())
-        if name in READS and any(self.values[i].tainted for i in ins):
+        if name in READS and _checks():
+            self._lose(ins)
+        elif name in READS and any(self.values[i].tainted for i in ins):
             self.steered.append(module)
         out = func(*args, **kwargs)
         results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
@@ -178,6 +189,13 @@ class Tape(TorchDispatchMode):
             self.events.append(Compute(name, module, phase, tuple(ins), (), 0, Signature([], [], creates=True)))
             self.last_use.update((self.values[i].root, len(self.events) - 1) for i in ins)
         return out
+
+    def _lose(self, ins: list[int]) -> None:
+        """Lose from sight how numbers were made that torch only checks: nobody computes with them."""
+        for k in range(len(self.events) - 1, -1, -1):
+            if any(i in self.events[k].outs for i in ins):
+                self.events[k] = replace(self.events[k], signature=None)
+                return
 
     def _owner(self, ins: list[int]) -> str:
         """In the optimizer: the module of the parameter an op works for."""
@@ -319,6 +337,16 @@ class Tape(TorchDispatchMode):
         else:
             return self.atoms.unify(v.dims[i], self._whole(s, cell))
         return True
+
+
+def _checks() -> bool:
+    """Whether torch itself reads a number to check an argument: it raises, or goes on as if nothing had been read."""
+    frame = sys._getframe(2)
+    while frame is not None and not CHECKING.search(frame.f_code.co_filename):
+        if not PASSED.search(frame.f_code.co_filename):
+            return False
+        frame = frame.f_back
+    return frame is not None
 
 
 def nested(tree: Any, prefix: str) -> Iterable[tuple[str, Tensor]]:

@@ -3,5 +3,24 @@
 from partita.simulate.clock import Span, Streams, Timeline, run_clock, simulate
 from partita.simulate.costs import Costs, costs_of
 from partita.simulate.figures import estimate, explain, traffic
+from partita.simulate.pipeline import spans_of
+from partita.simulate.roles import Played, busiest_of, estimate_roles, play_roles, predict
 
-__all__ = ["Costs", "Span", "Streams", "Timeline", "costs_of", "estimate", "explain", "run_clock", "simulate", "traffic"]
+__all__ = [
+    "Costs",
+    "Played",
+    "Span",
+    "Streams",
+    "Timeline",
+    "busiest_of",
+    "costs_of",
+    "estimate",
+    "estimate_roles",
+    "explain",
+    "play_roles",
+    "predict",
+    "run_clock",
+    "simulate",
+    "spans_of",
+    "traffic",
+]

@@ -146,6 +146,14 @@ def run_clock(program: Program, cluster: Cluster, costs: Costs, *, traced: bool 
     return Timeline(streams.now, streams.compute, dict(streams.exposed), spans)
 
 
+def play_segment(segment: Repeat, cluster: Cluster, costs: Costs, *, last: bool) -> float:
+    """Seconds of one segment by itself, from priced events; `last`: with what happens in the last microbatch only."""
+    streams = Streams(cluster.value("interference.compute"), cluster.value("interference.communication"))
+    _play(segment, streams, costs, traced=False, last=last)
+    streams.wait()
+    return streams.now
+
+
 def _multiply(streams: Streams, times: int) -> None:
     """The clock after `times` such microbatches; only the first is kept in the spans."""
     streams.now *= times

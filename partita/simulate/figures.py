@@ -27,8 +27,8 @@ def estimate(program: Program, cluster: Cluster, mesh: Mesh, workload: Workload)
     """
     costs = costs_of(program, cluster, mesh)
     line = run_clock(program, cluster, costs)
-    memory = occupancy(program, cluster.backend)
-    low, high, notes = _band(cluster, costs.crowd, mesh)
+    memory = occupancy(program, cluster.backend, cluster.kernel)
+    low, high, notes = band_of(cluster, costs.crowd, mesh)
     room = cluster.room(mesh.ranks)
     sequence = workload.sequence
     return Figures(
@@ -51,7 +51,7 @@ def estimate(program: Program, cluster: Cluster, mesh: Mesh, workload: Workload)
     )
 
 
-def _band(cluster: Cluster, crowd: float, mesh: Mesh) -> tuple[float, float, tuple[str, ...]]:
+def band_of(cluster: Cluster, crowd: float, mesh: Mesh) -> tuple[float, float, tuple[str, ...]]:
     low, high = cluster.value("band.low"), cluster.value("band.high")
     if crowd == 1:
         return low, high, ()
@@ -62,10 +62,10 @@ def _band(cluster: Cluster, crowd: float, mesh: Mesh) -> tuple[float, float, tup
 
 
 def traffic(program: Program, cluster: Cluster, mesh: Mesh) -> tuple[Traffic, ...]:
-    """What a rank sends in one step, by axis and op, sorted."""
+    """What a rank sends in one step, by axis and op, sorted; what it receives is the sender's."""
     rows: dict[tuple[str, str], list[float]] = {}
     for event, times in program.counted():
-        if isinstance(event, Collective):
+        if isinstance(event, Collective) and event.op != "receive":
             row = rows.setdefault((event.axis, event.op), [0, 0, 0.0])
             row[0] += times
             row[1] += times * event.nbytes

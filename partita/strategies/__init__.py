@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from partita.strategies.data.ddp import DDP
     from partita.strategies.memory.offload import Offload
     from partita.strategies.memory.recompute import Recompute
+    from partita.strategies.pipeline.dualpipev import DualPipeV
+    from partita.strategies.pipeline.gpipe import GPipe
+    from partita.strategies.pipeline.interleaved import Interleaved
+    from partita.strategies.pipeline.looped_bfs import LoopedBFS
+    from partita.strategies.pipeline.one_f_one_b import OneFOneB
+    from partita.strategies.pipeline.zbv import ZBV
+    from partita.strategies.pipeline.zero_bubble import ZeroBubble
     from partita.strategies.tensor.tensor_parallel import TensorParallel
 
 GROUP = "partita.strategies"
@@ -22,11 +29,32 @@ HOUSE = {  # name in a plan -> where the class lives
     "ddp": "partita.strategies.data.ddp:DDP",
     "offload": "partita.strategies.memory.offload:Offload",
     "recompute": "partita.strategies.memory.recompute:Recompute",
+    "dualpipev": "partita.strategies.pipeline.dualpipev:DualPipeV",
+    "gpipe": "partita.strategies.pipeline.gpipe:GPipe",
+    "interleaved": "partita.strategies.pipeline.interleaved:Interleaved",
+    "looped_bfs": "partita.strategies.pipeline.looped_bfs:LoopedBFS",
+    "one_f_one_b": "partita.strategies.pipeline.one_f_one_b:OneFOneB",
+    "zbv": "partita.strategies.pipeline.zbv:ZBV",
+    "zero_bubble": "partita.strategies.pipeline.zero_bubble:ZeroBubble",
     "tensor_parallel": "partita.strategies.tensor.tensor_parallel:TensorParallel",
 }
 _CLASSES = {target.partition(":")[2]: target for target in HOUSE.values()}
 
-__all__ = ["DDP", "GARDEN", "Garden", "Offload", "Recompute", "TensorParallel"]
+__all__ = [
+    "DDP",
+    "GARDEN",
+    "ZBV",
+    "DualPipeV",
+    "GPipe",
+    "Garden",
+    "Interleaved",
+    "LoopedBFS",
+    "Offload",
+    "OneFOneB",
+    "Recompute",
+    "TensorParallel",
+    "ZeroBubble",
+]
 
 
 class Garden(Mapping[str, type[Strategy]]):

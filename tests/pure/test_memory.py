@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from partita.cost.memory import gradient_buffers, occupancy
+from partita.cluster import named
+from partita.cost.memory import gradient_buffers, half_products, occupancy
 from partita.program.events import Kind, Phase
 
 MB = 1 << 20
@@ -83,3 +84,39 @@ def test_gloo_copies_the_large_side_of_gathers_and_scatters(builder, op, copies)
     b.call(op, "tp", (x,), 4 * MB, Phase.FORWARD)
     assert occupancy(b.program(), "gloo").parts["other"] == 4 * MB * (1 + copies)
     assert occupancy(b.program(), "nccl").parts["other"] == 4 * MB
+
+
+def test_a_product_of_half_types_keeps_a_kernel_for_every_shape(chain):
+    program = chain(layers=2, tokens=512, width=128)
+    half = replace(program, tensors=tuple(replace(t, dtype="bfloat16") for t in program.tensors))
+    assert (half_products(program), half_products(half)) == (0, 2)  # (tokens, width) times a weight, and times its like
+    plain, kept = occupancy(half, "gloo"), occupancy(half, "gloo", kernel=1000)
+    assert kept.peak - plain.peak == kept.other["kernels"] == 2000
+    assert sum(kept.parts.values()) == kept.peak
+
+
+def test_operands_that_lie_another_way_are_another_kernel(builder):
+    b = builder()
+    x, w = (b.tensor(64, 64, dtype="bfloat16") for _ in range(2))
+
+    def product(*ins):
+        i = b.op("mm", Phase.FORWARD, ins, 64, 64)
+        b.tensors[i] = replace(b.tensors[i], dtype="bfloat16")
+        return i
+
+    def turned(i):
+        return b.op("t", Phase.FORWARD, (i,), 64, 64, root=i, view=True)
+
+    product(x, w)
+    assert half_products(b.program()) == 1
+    product(x, w)
+    assert half_products(b.program()) == 1
+    product(x, back := turned(w))
+    assert half_products(b.program()) == 2
+    product(x, turned(back))
+    assert half_products(b.program()) == 2
+
+
+def test_only_a_cpu_keeps_kernels():
+    assert named("cpu").kernel > 0
+    assert named("8x8-h100").kernel == 0

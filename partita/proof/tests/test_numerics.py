@@ -24,6 +24,21 @@ def test_nan_and_infinity_never_pass(bad):
 
 
 @pytest.mark.law
+def test_what_is_no_number_in_the_same_places_is_equal_there_and_said():
+    nan, inf = float("nan"), float("inf")
+    one, two = torch.tensor([nan, 1.0, inf]), torch.tensor([nan, 1.5, inf])
+    assert errors({"w": one}, {"w": one}, "parameter") == {"parameter w": 0.0}
+    assert errors({"w": two}, {"w": one}, "parameter") == {"parameter w": 0.5}
+    assert errors({"w": one}, {"w": one.flip(0)}, "parameter") == {"parameter w": inf}
+    assert errors({"w": -one}, {"w": one}, "parameter") == {"parameter w": inf}
+    found = compare(Promise.REORDERED, ([1.0, nan], [1.0, nan]), {"parameter": ({"w": one}, {"w": one})})
+    assert found.held
+    assert found.unnumbered == ("loss of step 2", "parameter w")
+    assert not compare(Promise.REORDERED, ([nan], [1.0]), {}).held
+    assert not compare(Promise.REORDERED, ([1.0], [nan]), {}).held
+
+
+@pytest.mark.law
 def test_a_missing_tensor_or_step_or_another_shape_is_infinite():
     one = torch.ones(2)
     assert errors({"a": one}, {"a": one, "b": one}, "parameter")["parameter b"] == float("inf")

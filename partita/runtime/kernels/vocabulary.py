@@ -10,13 +10,15 @@ The backward moves nothing: the gradient of the picked values is one-hot, so its
 needs, is known on every rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+HALF = (torch.float16, torch.bfloat16)
+PIECE = 1 << 18  # elements of half rows that are widened at a time: 1 MiB
 Reduce = Callable[[Tensor, str], None]  # all_reduce in place, "max" or "sum"
 
 
@@ -67,7 +69,7 @@ class Pick:
         counted = target != self.ignore
         index, mine = self.classes.local(torch.where(counted, target, 0), "target")
         mine = mine & counted
-        picked = logs.gather(1, index.unsqueeze(1)).squeeze(1)
+        picked = wide(logs.gather(1, index.unsqueeze(1)).squeeze(1))
         picked = torch.where(mine, picked if shift is None else picked - shift, 0)
         count = counted.sum().to(picked.dtype) if self.reduction == "mean" else picked.new_ones(())
         loss = -picked if self.reduction == "none" else -picked.sum() / count
@@ -92,17 +94,28 @@ def _back(grad: Tensor, like: torch.Size) -> Tensor:
 
 def normaliser(rows: Tensor, reduce: Reduce) -> Tensor:
     """log-sum-exp over all classes, (N, 1), float32 at least. rows: (N, size), local."""
-    top = rows.amax(1, keepdim=True)
+    top = wide(rows.amax(1, keepdim=True))
     reduce(top, "max")
     top = torch.where(top.isinf(), 0, top)
-    total = (rows - top).exp_().sum(1, keepdim=True)
+    total = torch.cat([less(*some).exp_().sum(1, keepdim=True) for some in pieces(rows, top)])
     reduce(total, "sum")
     return total.log_().add_(top)
 
 
 def wide(x: Tensor) -> Tensor:
     """float32 at least."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.float() if x.dtype in HALF else x
+
+
+def less(rows: Tensor, by: Tensor) -> Tensor:
+    """The difference of rows and statistics, float32 at least: never two wide copies of half rows at once."""
+    return wide(rows).sub_(by) if rows.dtype in HALF else rows - by
+
+
+def pieces(rows: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of several tensors; few at a time where they are to be widened, so that no whole wide copy is made."""
+    few = max(1, PIECE // max(1, rows.shape[1])) if rows.dtype in HALF else max(1, len(rows))
+    return zip(*(t.split(few) for t in (rows, *others)), strict=True)
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -110,7 +123,7 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, pick: Pick, reduce: Reduce) -> Tensor:
-        rows = wide(_rows(logits))
+        rows = _rows(logits)
         norm = normaliser(rows, reduce)
         loss, (index, mine, weight) = pick.forward(rows, target.reshape(-1), norm.squeeze(1))
         ctx.save_for_backward(logits, norm, index, mine, weight)
@@ -121,9 +134,12 @@ class CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         logits, norm, index, mine, weight = ctx.saved_tensors
         total = weight * wide(grads[0]).reshape(-1)  # of each row over all classes
-        grad = (wide(_rows(logits)) - norm).exp_().mul_(-total.unsqueeze(1))
-        grad.scatter_add_(1, index.unsqueeze(1), torch.where(mine, total, 0).unsqueeze(1))
-        return _back(grad.to(logits.dtype), logits.shape), None, None, None
+        own, rows = torch.where(mine, total, 0), _rows(logits)
+        found = []
+        for some, n, t, i, o in pieces(rows, norm, total, index, own):
+            grad = less(some, n).exp_().mul_(-t.unsqueeze(1)).scatter_add_(1, i.unsqueeze(1), o.unsqueeze(1))
+            found.append(grad.to(logits.dtype))
+        return _back(found[0] if len(found) == 1 else torch.cat(found), logits.shape), None, None, None
 
 
 class LogSoftmax(torch.autograd.Function):
@@ -131,8 +147,8 @@ class LogSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, known: Known, reduce: Reduce) -> Tensor:
-        rows = wide(x.movedim(dim, -1).reshape(-1, x.shape[dim]))
-        out = rows - normaliser(rows, reduce)
+        rows = x.movedim(dim, -1).reshape(-1, x.shape[dim])
+        out = less(rows, normaliser(rows, reduce))
         ctx.known, ctx.dim = known, dim
         out = out.reshape(x.movedim(dim, -1).shape).movedim(-1, dim).to(x.dtype)
         ctx.save_for_backward(out)
@@ -152,7 +168,7 @@ class Picked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logs: Tensor, target: Tensor, pick: Pick) -> Tensor:
-        loss, (index, mine, weight) = pick.forward(wide(_rows(logs)), target.reshape(-1))
+        loss, (index, mine, weight) = pick.forward(_rows(logs), target.reshape(-1))
         ctx.pick, ctx.like = pick, logs.shape
         ctx.save_for_backward(index, mine, weight)
         return loss.reshape(target.shape if pick.reduction == "none" else ()).to(logs.dtype)

@@ -18,6 +18,7 @@ from partita.runtime.ranks import run_ranks
 
 pytestmark = pytest.mark.gloo
 FOUR = Mesh.of({"dp": 4})
+ENOUGH = 60.0  # seconds for what takes two or three: a busy machine needs them to start four ranks
 
 
 def children() -> list[int]:
@@ -119,29 +120,47 @@ def loses(how):
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "words", "seconds"),
+    ("how", "kind", "words"),
     [
-        ("kill", RankLost, "was killed by SIGKILL", 2),
-        ("exit", RankLost, "left with exit code 3", 2),
-        ("raise", RunFailed, "ValueError: bad batch", 2),
-        ("stop", RankLost, "is stopped", 8),
-        ("skip", RankLost, "keeps the others waiting", 8),
+        ("kill", RankLost, "was killed by SIGKILL"),
+        ("exit", RankLost, "left with exit code 3"),
+        ("raise", RunFailed, "ValueError: bad batch"),
+        ("stop", RankLost, "is stopped"),
+        ("skip", RankLost, "keeps the others waiting"),
     ],
 )
-def test_a_lost_rank_is_named_and_the_others_end(how, kind, words, seconds):
+def test_a_lost_rank_is_named_and_the_others_end(how, kind, words):
     began = time.monotonic()
     with pytest.raises(kind, match=words) as caught:
         run_ranks(FOUR, loses(how), quiet=1.5)
     assert "rank 2" in str(caught.value)
     assert "all_reduce on dp of 4000 bytes float32 for x (call 20)" in str(caught.value) or how == "skip"
-    assert time.monotonic() - began < seconds
+    assert time.monotonic() - began < ENOUGH
     assert not children()
 
 
 @pytest.mark.slow
 def test_a_looping_rank_is_named():
-    with pytest.raises(RankLost, match="rank 2 of 4 made no progress"):
+    with pytest.raises(
+        RankLost, match=r"rank 2 of 4 made no progress for \d+ s at \S*test_launch\.py:\d+ after all_reduce on dp"
+    ):
         run_ranks(FOUR, loses("loop"), quiet=2)
+
+
+@pytest.mark.slow
+def test_a_rank_in_one_long_op_is_not_given_up():
+    """The others wait for it for many times as long as for anything before; nothing says that it is not at work."""
+
+    def work(net):
+        x, large = torch.ones(10), torch.ones(3000, 3000)
+        for i in range(8):
+            net.notes.stepped()
+            if net.rank == 1 and i == 6:
+                torch.linalg.svdvals(large[:1500, :1500] + torch.eye(1500))
+            net.all_reduce(x, "dp", label="x")
+        return 1
+
+    assert run_ranks(Mesh.of({"dp": 2}), work, quiet=0.2) == [1, 1]
 
 
 def test_a_size_mismatch_names_the_odd_rank(capfd):
@@ -251,4 +270,4 @@ def test_a_deadlock_names_the_rank_with_the_fewest_calls():
     with pytest.raises((RankLost, RunFailed)) as caught:
         run_ranks(Mesh.of({"dp": 2, "tp": 2}), work, quiet=2)
     assert "rank" in str(caught.value)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < ENOUGH

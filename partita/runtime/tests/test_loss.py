@@ -70,7 +70,7 @@ def pair(out, batch):
         (lambda o, b: F.mse_loss(o, torch.zeros_like(o)), "averaged"),
         (lambda o, b: F.smooth_l1_loss(o, torch.zeros_like(o), reduction="sum"), "sum"),
         (lambda o, b: 1 - o[b["y"] >= 0].mean(), "averaged"),
-        (lambda o, b: torch.einsum("bti,bti->", o, o) * (1 / len(o)), "samples"),
+        (lambda o, b: torch.einsum("bti,bti->", o, o) * (1 / len(o)), "divided"),
         (lambda o, b: o.square().mean() + o.mean(), "averaged"),
         (lambda o, b: o.square().sum() / len(o), "divided"),
         (lambda o, b: o.square().sum(), "sum"),
@@ -112,11 +112,11 @@ def test_a_loss_that_is_no_number_is_refused(loss):
 def test_equal_counts_still_count_targets():
     whole = batches(0)
     whole["y"] = whole["y"].clamp(min=0)
-    assert rule_of(entropy, whole) == Rule("counted", 3.0 * SAMPLES, ratios=[1.0])
+    assert rule_of(entropy, whole) == Rule("counted", 3.0 * SAMPLES, ratios=[1.0], fits=[None])
 
 
 def test_the_nominal_weight_is_that_of_the_batch():
-    assert rule_of(lambda o, b: o.mean()) == Rule("averaged", 12.0 * SAMPLES, ratios=[1.0])
+    assert rule_of(lambda o, b: o.mean()) == Rule("averaged", 12.0 * SAMPLES, ratios=[1.0], fits=[None])
     assert rule_of(lambda o, b: o.sum()) == Rule("sum", 1.0)
 
 
@@ -175,7 +175,7 @@ def test_parts_join_to_the_whole(name):
     total = weight = 0.0
     for cut in (slice(0, 1), slice(1, 5), slice(5, 6)):
         part = {k: t[cut] for k, t in whole.items()}
-        with heard(rule) as counts:
+        with heard(rule, part) as counts:
             value = loss(module(part["input"]), part)
         one = part_of(rule, value, len(part["y"]), counts)
         read = one.read
@@ -209,6 +209,6 @@ def test_terms_that_leave_their_proportion_are_told():
     even = batches(0) | {"y": batches(0)["y"].clamp(min=0)}
     rule = rule_of(loss, even)
     for batch, strays in ((even, False), (batches(0), True)):
-        with heard(rule) as counts:
+        with heard(rule, batch) as counts:
             value = loss(make()(batch["input"]), batch)
         assert bool(part_of(rule, value, SAMPLES, counts).strays) is strays

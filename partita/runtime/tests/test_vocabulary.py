@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from partita.runtime.kernels.vocabulary import Classes, CrossEntropy, Known, LogSoftmax, Pick, Picked, embedding
+from partita.runtime.kernels.vocabulary import PIECE, Classes, CrossEntropy, Known, LogSoftmax, Pick, Picked, embedding
 
 
 class Together:
@@ -91,6 +92,35 @@ def test_statistics_are_float32_at_least():
     loss = CrossEntropy.apply(x, torch.randint(4, (5,)), Pick(Classes(0, 4, 4)), reduce)
     assert seen == [("max", torch.float32, (5, 1)), ("sum", torch.float32, (5, 1))]
     assert loss.dtype == torch.bfloat16
+
+
+class Wide(TorchDispatchMode):
+    """Elements of the largest float32 tensor an op makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+            self.most = max(self.most, out.untyped_storage().nbytes() // 4)
+        return out
+
+
+@pytest.mark.law
+def test_half_logits_are_widened_a_piece_at_a_time():
+    torch.manual_seed(0)
+    x = torch.randn(1100, 600, dtype=torch.bfloat16).requires_grad_()
+    target = torch.randint(600, (1100,))
+    wide = x.detach().float().requires_grad_()
+    F.cross_entropy(wide, target).backward()
+    with Wide() as seen:
+        loss = CrossEntropy.apply(x, target, Pick(Classes(0, 600, 600)), lambda t, how: None)
+        loss.backward()
+    assert seen.most <= PIECE < x.numel()
+    torch.testing.assert_close(loss.float(), F.cross_entropy(wide, target), rtol=1e-2, atol=0)
+    torch.testing.assert_close(x.grad.float(), wide.grad, rtol=2**-8, atol=0)  # one rounding
 
 
 @pytest.mark.law

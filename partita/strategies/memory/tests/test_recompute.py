@@ -16,7 +16,7 @@ from partita.proof.matrix import small_workloads
 from partita.proof.prove import prove_plan
 from partita.proof.shrink import SAMPLES
 from partita.runtime.programs import program_of
-from partita.strategies import DDP, GARDEN, Recompute, TensorParallel
+from partita.strategies import DDP, GARDEN, OneFOneB, Recompute, TensorParallel
 from partita.strategy import Promise
 from partita.workload import GPT, MLP, Workload
 
@@ -163,3 +163,18 @@ def test_calls_that_cannot_be_told_apart_are_refused():
     (fault,) = Recompute().check(program, Mesh())
     assert fault.code == "P116"
     assert "5 times" in fault.have
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("policy", ["block", "selective"])
+def test_each_block_of_a_stage_is_a_region(policy):
+    strategies = [Recompute(policy=policy), OneFOneB(microbatches=4)]
+    proof = prove_plan(Plan(replace(small_workloads()["gpt"], batch=8), mesh={"pp": 2}, strategies=strategies), shrink=False)
+    assert proof.proved, proof.reasons
+
+
+@pytest.mark.gloo
+def test_the_whole_model_is_no_region_of_a_stage():
+    strategies = [Recompute(policy="full"), OneFOneB(microbatches=4)]
+    with pytest.raises(Refused, match="cut into stages"):
+        prove_plan(Plan(replace(small_workloads()["gpt"], batch=8), mesh={"pp": 2}, strategies=strategies), shrink=False)

@@ -17,14 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from partita.errors import Fault
 from partita.mesh import Mesh
-from partita.program import Collective, Phase, Program, Split
-from partita.program.program import before_optimizer
+from partita.program import Program
 
 if TYPE_CHECKING:
     from partita.runtime.site import Site
-
-
-NORM_BYTES = 8  # one float64: the sum of squares of this rank's blocks
 
 
 class Promise(StrEnum):
@@ -97,39 +93,3 @@ class Strategy(ABC):
     @abstractmethod
     def cases(cls) -> Sequence[Case]:
         """Settings the conformance kit tries; at least one on two axes."""
-
-
-def compose(program: Program, strategies: Sequence[Strategy], mesh: Mesh) -> Program:
-    """Program′ of a whole plan: rewrites folded innermost first, then what the step itself does across ranks."""
-    for strategy in strategies:
-        program = strategy.rewrite(program, mesh)
-    return close(program)
-
-
-def check(program: Program, strategies: Sequence[Strategy], mesh: Mesh) -> list[Fault]:
-    """What the strategies of a plan refuse, each seeing the Program as those inside it left it."""
-    return checked(program, strategies, mesh)[0]
-
-
-def checked(program: Program, strategies: Sequence[Strategy], mesh: Mesh) -> tuple[list[Fault], Program]:
-    """`check` and `compose` in one walk: what is refused, else Program′."""
-    for strategy in strategies:
-        faults = list(strategy.check(program, mesh))
-        if faults:
-            return faults, program
-        program = strategy.rewrite(program, mesh)
-    return [], close(program)
-
-
-def close(program: Program) -> Program:
-    """Adds the global norm: 8 bytes on every axis along which some gradient is split, innermost axis first."""
-    if not program.clip:
-        return program
-    tensors = (program.tensors[g] for g in program.gradients.values())
-    split = {axis for t in tensors for axis, layout in t.layouts.items() if isinstance(layout, Split)}
-    calls = tuple(
-        Collective("all_reduce", axis, (), NORM_BYTES, "float64", Phase.SYNC, "norm", once=True)
-        for axis, size in program.axes.items()
-        if axis in split and size > 1
-    )
-    return before_optimizer(program, calls)

@@ -1,0 +1,28 @@
+"""The contract of a strategy, and strategies together."""
+
+from partita.strategy.composing import (
+    check,
+    close,
+    compose,
+    compose_roles,
+    inside,
+    microbatches,
+    pipeline_of,
+)
+from partita.strategy.contract import Case, Place, Promise, Strategy
+from partita.strategy.pipelined import Pipelined
+
+__all__ = [
+    "Case",
+    "Pipelined",
+    "Place",
+    "Promise",
+    "Strategy",
+    "check",
+    "close",
+    "compose",
+    "compose_roles",
+    "inside",
+    "microbatches",
+    "pipeline_of",
+]

@@ -1,0 +1,131 @@
+"""What all pipelines share: the model is cut by depth, and ranks pass microbatches on in the order of a schedule.
+
+rank 0   stage 0    F0 F1 . . B0 F2 B1 F3 ...     a strategy file gives the schedule; the cut, the messages and
+rank 1   stage 1    .  F0 B0 F1 B1 F2 ...         what happens once a step are the same for all
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from partita.errors import Fault, Refused, refuse
+from partita.mesh import Mesh
+from partita.program import Program
+from partita.program.fold import unfold
+from partita.program.roles import roles
+from partita.program.schedules import Schedule, laws_of
+from partita.program.stages import Stages, cut, even
+from partita.strategy.contract import Place, Promise, Strategy
+
+if TYPE_CHECKING:
+    from partita.runtime.site import Site
+
+CUTS = ("auto", "memory")
+
+
+@dataclass(frozen=True)
+class Pipelined(Strategy):
+    """A pipeline over one axis.
+
+    Args:
+        axis: The mesh axis of the stages.
+        microbatches: The batch of a data rank (of each round of accumulation) is passed on in so many parts.
+        cut: Where stages begin: "auto" shares time out evenly, "memory" parameters, or the module paths at which the stages
+            after the first begin.
+    """
+
+    place: ClassVar[Place] = Place.PIPELINE
+    promise: ClassVar[Promise] = Promise.REORDERED
+
+    axis: str = "pp"
+    microbatches: int = field(kw_only=True)
+    cut: str | tuple[str, ...] = field(default="auto", kw_only=True)
+
+    def __post_init__(self) -> None:
+        refuse([*self._settings_faults()])
+
+    @abstractmethod
+    def schedule(self, ranks: int) -> Schedule:
+        """Who runs what when, in one round."""
+
+    # ---- the contract
+    def check(self, program: Program, mesh: Mesh) -> Sequence[Fault]:
+        size = mesh.size(self.axis)
+        if size == 1:
+            return []
+        if faults := [*self._laws(size), *self._path_faults(program)]:
+            return faults
+        try:
+            self.stages(program, size)
+        except Refused as refused:
+            return [replace(f, at=f"strategy.{self.name}.{f.at}") for f in refused.faults]
+        return []
+
+    def rewrite(self, program: Program, mesh: Mesh) -> Program:
+        """The program with its axis; `cast` has the roles, which are what ranks do."""
+        return replace(program, axes={**program.axes, self.axis: mesh.size(self.axis)})
+
+    def cast(self, program: Program, mesh: Mesh) -> tuple[Program, ...]:
+        """The role of every coordinate on the axis."""
+        size = mesh.size(self.axis)
+        if size == 1:
+            return (replace(program, axes={**program.axes, self.axis: 1}),)
+        flat = unfold(program)
+        schedule = self.schedule(size)
+        stages = cut(flat, self.starts(program, schedule.stages))
+        note = f"{self.name}: {stages.count} stages begin with the first module, {', '.join(stages.starts[1:])}"
+        return roles(flat.with_notes(note), stages, schedule, self.axis)
+
+    def apply(self, site: "Site") -> None:
+        if site.mesh.size(self.axis) > 1:
+            site.cut_stages(self)
+
+    # ---- the cut
+    def stages(self, program: Program, size: int) -> Stages:
+        """The program cut into as many stages as the schedule has.
+
+        Raises:
+            Refused: P121, when it cannot be cut so.
+        """
+        return cut(unfold(program), self.starts(program, self.schedule(size).stages))
+
+    def starts(self, program: Program, count: int) -> tuple[str, ...]:
+        """Module paths at which stages after the first begin."""
+        if isinstance(self.cut, str):
+            return even(program, count, "memory" if self.cut == "memory" else "time")
+        if len(self.cut) != count - 1:
+            have = f"{len(self.cut)} cut points, {count} stages"
+            law, cure = "every stage after the first begins with a module", f"{count - 1} module paths, or cut = 'auto'"
+            raise Refused(Fault("P121", f"cut has {len(self.cut)} paths", have, law, cure, "cut"))
+        return self.cut
+
+    # ---- refusals
+    def _laws(self, size: int) -> list[Fault]:
+        return laws_of(self.name, size, self.microbatches, getattr(self, "virtual", None), at=f"strategy.{self.name}")
+
+    def _path_faults(self, program: Program) -> list[Fault]:
+        if not program.dynamic:
+            return []
+        have = next((n for n in program.notes if n.startswith("control flow depends on data")), "")
+        law = "a stage runs a fixed run of the calls of a module"
+        cure = f"a module whose path is fixed, or the size of axis {self.axis!r} = 1"
+        what = f"{type(self).__name__}(axis={self.axis!r}) cannot cut a module whose path depends on data"
+        return [Fault("P116", what, have, law, cure, f"mesh.{self.axis}")]
+
+    def _settings_faults(self) -> list[Fault]:
+        faults = []
+        if self.microbatches < 1:
+            law = "the batch is passed on in one part or more"
+            cure = "microbatches = 2 x the ranks of the axis, or more"
+            faults.append(Fault("P112", f"microbatches = {self.microbatches} is out of range", "", law, cure, "microbatches"))
+        if isinstance(self.cut, str) and self.cut not in CUTS:
+            law = "stages are cut evenly by time or memory, or where the file says"
+            cure = f"{' or '.join(map(repr, CUTS))}, or [module paths]"
+            faults.append(Fault("P112", f"cut = {self.cut!r} is unknown", "", law, cure, "cut"))
+        if tuple(self.modules) != ("*",):
+            law = "a pipeline cuts the whole model by depth"
+            faults.append(
+                Fault("P112", f"{self.name} cannot be of some modules", str(self.modules), law, "modules = ['*']", "modules")
+            )
+        return faults
