@@ -3,13 +3,16 @@
     strategies ─▶ families (at most one of each place) ─▶ meshes (factors of the ranks, every order)
         ─▶ legal? (the plan's laws, the strategy's own check) ─▶ fits? (memory fold) ─▶ ranked (time, memory or traffic fold)
 
+Strategies that use no axis and stand at the place of memory (recompute, offload) cost time and save memory: they are tried
+where a plan that could be the best does not fit without them, all together and then alone, or where memory is the aim.
+
 Each loser keeps its reason, with a number. The bound is the time of one device's compute divided evenly over the ranks, with no
 communication: no plan of these ranks can beat it by more than what smaller pieces win in the caches.
 """
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import permutations, product
 
 from partita.cluster import Cluster
@@ -24,6 +27,7 @@ from partita.strategy import Place, Strategy, check, compose_roles
 from partita.units import format_bytes
 from partita.workload import Workload
 
+Candidate = tuple[Plan, Figures, str]  # with its family
 AIMS = ("time", "memory", "traffic")
 
 
@@ -101,20 +105,31 @@ def search(
     if minimise not in AIMS:
         raise Refused(Fault("P107", f"cannot minimise {minimise!r}", cure=", ".join(AIMS), at="--minimise"))
     room = min(cluster.room(ranks), memory if memory is not None else float("inf"))
-    found: list[tuple[Plan, Figures, str]] = []
+    found: list[Candidate] = []
     rejected: list[Rejected] = []
     looked = 0
-    for mesh, chosen in candidates(ranks, strategies):
+    savers = [cls for cls in strategies if cls.place == Place.MEMORY and not cls().axes]
+    large: list[Candidate] = []
+    for mesh, chosen in candidates(ranks, [cls for cls in strategies if cls not in savers]):
         looked += 1
         family = family_of(mesh, chosen)
         judged = _judge(program, cluster, workload, mesh, chosen)
         if isinstance(judged, str):
             rejected.append(Rejected(family, judged))
-        elif judged[1].peak > room:
-            over, peak = format_bytes(judged[1].peak - room), format_bytes(judged[1].peak)
-            rejected.append(Rejected(family, f"does not fit: {over} over the {format_bytes(room)} of a device (peak {peak})"))
         else:
-            found.append((*judged, family))
+            (found if judged[1].peak <= room else large).append((*judged, family))
+    task = _Task(program, cluster, workload, savers, room)
+    if minimise == "memory":
+        found += [best for plain in list(found) if (best := min(task.lighter(plain), key=lambda s: s[1].peak, default=None))]
+    fastest = min((figures.step_seconds for _, figures, _ in found), default=float("inf"))
+    for plain in sorted(large, key=lambda c: c[1].step_seconds):
+        tried = task.lighter(plain) if minimise == "memory" or plain[1].step_seconds < fastest else []
+        best = min((s for s in tried if s[1].peak <= room), key=lambda s: _aim(s[1], minimise), default=None)
+        if best:
+            found.append(best)
+            fastest = min(fastest, best[1].step_seconds)
+        rejected.append(Rejected(plain[2], _over(plain[1], room, tried, best)))
+    looked += task.looked
     if not found:
         raise Refused(_nothing(ranks, cluster, rejected))
     found.sort(key=lambda item: (_aim(item[1], minimise), item[1].step_seconds, len(item[0].strategies)))
@@ -123,6 +138,61 @@ def search(
     best, bound = plans[0].figures.step_seconds, lower_bound(program, cluster, ranks)
     bound = min(bound, best)  # a piece that fits a cache may be faster than its share
     return Choices(plans, (*behind, *rejected), bound, best / bound - 1, time.perf_counter() - began, looked)
+
+
+@dataclass
+class _Task:
+    """What plans are judged by, and what may be added to one that does not fit.
+
+    Args:
+        savers: Classes of strategies that save memory and never time.
+        room: Bytes of a device.
+        looked: Plans looked at so far.
+        known: What was best added to a plan, whatever the order of its axes: memory does not know the order.
+    """
+
+    program: Program
+    cluster: Cluster
+    workload: Workload
+    savers: Sequence[type[Strategy]]
+    room: float
+    looked: int = 0
+    known: dict[object, tuple[Strategy, ...]] = field(default_factory=dict)
+
+    def lighter(self, plain: Candidate) -> list[Candidate]:
+        """A plan with all that saves memory and, if that fits, with less of it."""
+        offers = [list(cls.offers()) for cls in self.savers]
+        alike = plain[0].strategies, tuple(sorted(plain[0].mesh.axes))
+        if not offers or alike in self.known:
+            return self._with(plain, self.known[alike]) if offers else []
+        most = tuple(some[-1] for some in offers)
+        tried = {most: self._with(plain, most)}
+        if any(c[1].peak <= self.room for c in tried[most]):
+            tried |= {(one,): self._with(plain, (one,)) for some in offers for one in some}
+        tried = dict(sorted(tried.items(), key=lambda item: len(item[0])))  # of two alike, the simpler
+        fit = [extra for extra, found in tried.items() if found and found[0][1].peak <= self.room]
+        self.known[alike] = min(fit, key=lambda extra: tried[extra][0][1].step_seconds, default=most)
+        return [c for found in tried.values() for c in found]
+
+    def _with(self, plain: Candidate, extra: Sequence[Strategy]) -> list[Candidate]:
+        plan = plain[0]
+        chosen = tuple(sorted((*plan.strategies, *extra), key=lambda s: s.place))
+        self.looked += 1
+        judged = _judge(self.program, self.cluster, self.workload, plan.mesh, chosen)
+        return [] if isinstance(judged, str) else [(*judged, family_of(plan.mesh, chosen))]
+
+
+def _over(figures: Figures, room: float, saved: Sequence[Candidate], best: Candidate | None) -> str:
+    """Why a plan does not fit, and what would make it."""
+    over, peak = format_bytes(figures.peak - room), format_bytes(figures.peak)
+    reason = f"does not fit: {over} over the {format_bytes(room)} of a device (peak {peak})"
+    if best is not None:
+        slower = 100 * (best[1].step_seconds / figures.step_seconds - 1)
+        return f"{reason}; fits as {best[2]}, {slower:.3g} % slower"
+    if saved:
+        least = min(saved, key=lambda s: s[1].peak)
+        return f"{reason}; as {least[2]} still {format_bytes(least[1].peak - room)} over"
+    return reason
 
 
 def candidates(ranks: int, strategies: Sequence[type[Strategy]]) -> Iterator[tuple[Mesh, tuple[Strategy, ...]]]:
@@ -160,7 +230,15 @@ def factors(n: int, parts: int) -> Iterator[tuple[int, ...]]:
 def family_of(mesh: Mesh, strategies: Sequence[Strategy]) -> str:
     """A plan in one line, axes outermost first."""
     owner = {axis: strategy.name for strategy in strategies for axis in strategy.axes}
-    return " x ".join(f"{owner[axis]}({axis}={size})" for axis, size in mesh.axes) or "one device"
+    split = [f"{owner[axis]}({axis}={size})" for axis, size in mesh.axes] or ["one device"]
+    return " + ".join([" x ".join(split), *(_named(s) for s in strategies if not s.axes)])
+
+
+def _named(strategy: Strategy) -> str:
+    """A strategy without an axis, with the settings that are not its defaults."""
+    default = type(strategy)().settings()
+    other = [f"{k}={v}" for k, v in strategy.settings().items() if v != default[k]]
+    return f"{strategy.name}({', '.join(other)})" if other else strategy.name
 
 
 def _judge(

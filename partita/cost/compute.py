@@ -6,8 +6,10 @@
         tiles = ceil(m / tile_m) ceil(n / tile_n) count,  waves = ceil(tiles / units)
     f = f_max b / (b + half_bytes)                          everything else, b bytes moved
 
-P, W and the rest are numbers of the cluster (`device.*`). A probe's matrix products override e by the rates of the nearest
-shapes in log space, its op curves override bytes / (W f).
+P, W and the rest are numbers of the cluster (`device.*`). What is marked as the host's runs at the host's bandwidth, and copies
+between the two at the link's (`device.host.*`); a cluster without these has one memory: the first runs on the device, the
+second is nothing. A probe's matrix products override e by the rates of the nearest shapes in log space, its op curves override
+bytes / (W f).
 """
 
 from collections.abc import Iterable
@@ -16,6 +18,7 @@ from math import ceil, exp, log, log2, prod
 
 from partita.cluster import Cluster, Curve, Product
 from partita.program.events import WIDTH, Compute, Kind, Phase
+from partita.program.host import COPIES
 from partita.program.program import Program
 
 # Classes of ops that cost alike. The first word that an op's name starts with, or contains after "_", decides.
@@ -57,6 +60,8 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "arange",
         "empty",
         "constant_pad_nd",
+        "to_host",
+        "to_device",
     ),
     "optimizer": ("fused_adam", "fused_adamw", "fused_sgd", "foreach"),
 }
@@ -74,6 +79,7 @@ TERMS = (
     "elementwise",
     "view",
 )
+HOST_LINK, HOST_BANDWIDTH, HOST_EFFICIENCY = "device.host.link", "device.host.bandwidth", "device.host.efficiency"
 NEAREST = 4  # measured products that vote on a rate
 FREE = ("drop", "(write)")  # bookkeeping of the program: no op runs
 READS_ROWS = ("embedding", "index", "gather", "index_select")  # read as much of their table as they write
@@ -97,6 +103,7 @@ class Work:
         dtype: That it computes in.
         flop, bytes: Of this rank.
         count, m, n, k: Of a matrix product, else 0.
+        place: "device", "host" or "link".
     """
 
     op: str
@@ -108,6 +115,7 @@ class Work:
     m: int = 0
     n: int = 0
     k: int = 0
+    place: str = "device"
 
 
 def work_of(event: Compute, program: Program) -> Work:
@@ -116,12 +124,15 @@ def work_of(event: Compute, program: Program) -> Work:
     if event.view:
         return Work(event.op, "none" if event.op in FREE else "view", dtype, 0, 0)
     kind = class_of(event.op)
+    if event.op in COPIES:
+        return Work(event.op, kind, dtype, 0, sum(map(program.local_bytes, event.ins)), place="link")
     moved = _moved(event, program)
     if event.flop and kind == "matmul" and event.outs:
         shape = program.local_shape(event.ins[0] if event.op == "convolution_backward" else event.outs[0])
         count, m, n = _product(event.op, shape)
         return Work(event.op, kind, dtype, event.flop, moved, count, m, n, max(1, round(event.flop / (2 * count * m * n))))
-    return Work(event.op, kind, dtype, event.flop, moved)
+    place = "host" if any(program.tensors[i].host for i in (*event.ins, *event.outs)) else "device"
+    return Work(event.op, kind, dtype, event.flop, moved, place=place)
 
 
 def _dtype(event: Compute, program: Program) -> str:
@@ -173,6 +184,11 @@ class Price:
 def price(work: Work, phase: Phase, cluster: Cluster) -> Price:
     """Time of `work` on one device of `cluster`, without crowding."""
     if work.kind == "none":
+        return Price(0.0, "launch", "device.launch")
+    if work.place != "device" and HOST_LINK in cluster.numbers:
+        key = HOST_LINK if work.place == "link" else HOST_BANDWIDTH
+        return Price(work.bytes / (cluster.value(key) * cluster.value(HOST_EFFICIENCY)), "bytes", key)
+    if work.place == "link":
         return Price(0.0, "launch", "device.launch")
     if cluster.measured.source:
         return _measured(work, phase, cluster)

@@ -5,6 +5,8 @@
       in buffers (`gradient_buffers`)              all along; what backward makes is added to them and freed at once
     activations                                    from the op that makes them to their last reader, mostly in backward
 
+What lives in the host's memory is left out, unless it is the device's own (`gloo`, on CPU).
+
 Views share the storage of their root. An op's inputs and outputs exist together. Of what kernels take inside themselves one
 thing is said: a CPU's library compiles a product of half types anew for every shape, and keeps that. The rest is unseen: what a
 product packs its operands in (a few MiB), and the float32 tiles of half-type kernels.
@@ -16,6 +18,7 @@ from dataclasses import dataclass, replace
 from partita.program.blocks import block_number
 from partita.program.events import RECEIVED, Collective, Compute, Event, Kind, Phase
 from partita.program.fold import stretch, unfold
+from partita.program.host import COPIES
 from partita.program.program import Program
 
 STATIC = {
@@ -67,7 +70,7 @@ def occupancy(program: Program, backend: str = "nccl", kernel: float = 0.0) -> O
         found = list(amounts)
         return found[-1] + left * (found[-1] - found[0])
 
-    fixed = [static_bytes(one) for one in few]
+    fixed = [static_bytes(one, apart=backend != "gloo") for one in few]
     static = {name: grown(one[name] for one in fixed) for name in fixed[-1]}
     buffers = grown(map(gradient_buffers, few))
     kept = frozenset() if buffers else frozenset(roots(flat, flat.gradients.values()))
@@ -130,11 +133,12 @@ def roots(program: Program, ids: Iterable[int]) -> list[int]:
     return [program.tensors[i].root if program.tensors[i].root >= 0 else i for i in ids]
 
 
-def static_bytes(program: Program) -> dict[str, int]:
-    """Bytes of what lives all along, by what it is."""
+def static_bytes(program: Program, *, apart: bool = True) -> dict[str, int]:
+    """Bytes of what lives all along on the device, by what it is; `apart`: the host's memory is another."""
     found = dict.fromkeys(STATIC.values(), 0)
     for tensor in program.tensors:
-        if tensor.kind in STATIC and tensor.root in (tensor.id, -1) and not tensor.name.startswith(RECEIVED):
+        own = tensor.root in (tensor.id, -1) and not tensor.name.startswith(RECEIVED)
+        if tensor.kind in STATIC and own and not (tensor.host and apart):
             found[STATIC[tensor.kind]] += program.local_bytes(tensor.id)
     return found
 
@@ -199,9 +203,10 @@ class _Walk:
         return "gradients" if storage in self.gradients else "activations"
 
     def _make(self, event: Event) -> None:
-        for i in event.outs if isinstance(event, Compute) else ():
+        for i in event.outs if isinstance(event, Compute) and event.op not in COPIES else ():
             storage = self.root[i]
-            if self.program.tensors[storage].kind not in STATIC and storage not in self.live:
+            away = self.program.tensors[storage].host and self.backend != "gloo"
+            if self.program.tensors[storage].kind not in STATIC and storage not in self.live and not away:
                 self.live[storage] = self.program.local_bytes(storage)
                 self.now[self._kind(storage)] += self.live[storage]
 

@@ -59,7 +59,7 @@ def role_occupancy(program: Program, backend: str = "nccl", kernel: float = 0.0)
         alive[stage, turn.microbatch] = one.left
         if not one.left:
             del alive[stage, turn.microbatch]
-    static = static_bytes(program)
+    static = static_bytes(program, apart=backend != "gloo")
     buffers = gradient_buffers(program)
     other = {name: static[name] for name in OTHER if name in static} | {"communication": copies}
     if kernels := round(kernel * half_products(program)):

@@ -1,4 +1,4 @@
-"""What folding and unfolding share: which block a path belongs to, and events on other tensors."""
+"""What rewrites share: which block a path belongs to, and events on other tensors."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,6 +15,11 @@ def block_number(prefix: str, path: str) -> int | None:
         return None
     digits = path[len(prefix) :].partition(".")[0]
     return int(digits) if digits.isdigit() else None
+
+
+def inside(module: str, path: str) -> bool:
+    """Whether a path is a module's own or leads into it; everything is inside the whole model, ""."""
+    return not module or path == module or path.startswith(module + ".")
 
 
 def touched(e: Event) -> tuple[int, ...]:

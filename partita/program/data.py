@@ -16,6 +16,7 @@ from partita.program.events import Collective, Compute, Kind, Phase, Split
 from partita.program.program import Program, before_optimizer
 from partita.program.split import derive, rewrite
 
+INSIDE = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)  # the phases of the model itself
 PICKING = ("index", "index_select", "gather", "take")  # samples picked by number: as a rule a rank's own, by numbers of its own
 ADDING = ("mul", "add", "add_")  # what routed samples are weighted and added up with
 SELECTING = ("index", "index_put", "index_put_", "nonzero", "masked_select", "masked_scatter", "masked_fill", "masked_fill_")
@@ -92,7 +93,7 @@ def mixes_samples(program: Program, derivation: Derivation) -> list[tuple[str, s
         event = events[move.event]
         return move.inner and isinstance(event, Compute) and "batch_norm" in event.op
 
-    inside = [m for m in derivation.moves if m.phase in (Phase.FORWARD, Phase.BACKWARD) and not is_batch_norm(m)]
+    inside = [m for m in derivation.moves if m.phase in INSIDE and not is_batch_norm(m)]
     return list(dict.fromkeys((m.module, m.op, m.nbytes) for m in inside if m not in lost))
 
 
@@ -109,13 +110,14 @@ def across(program: Program, derivation: Derivation) -> list[Move]:
     def proved(move: Move) -> bool:
         event = events[move.event] if move.event < len(events) else None
         known = isinstance(event, Compute) and event.signature is not None and move.tensor not in picked
-        return known and move.op == "all_reduce" and move.phase == Phase.FORWARD and move.event not in tests
+        inside = move.phase in (Phase.FORWARD, Phase.RECOMPUTE)
+        return known and move.op == "all_reduce" and inside and move.event not in tests
 
     def normalising(move: Move) -> bool:
         event = events[move.event] if move.event < len(events) else None
         return move.inner and isinstance(event, Compute) and "batch_norm" in event.op
 
-    inside = [m for m in derivation.moves if m.phase in (Phase.FORWARD, Phase.BACKWARD)]
+    inside = [m for m in derivation.moves if m.phase in INSIDE]
     return [m for m in inside if not proved(m) and not normalising(m)]
 
 

@@ -9,6 +9,7 @@ unequal pieces a direct sum, anything else stays whole. Names never come from si
 import collections
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 Dim = tuple[int, ...]
@@ -45,6 +46,12 @@ class Signature:
     unread: set[int] = field(default_factory=set)
     index: int = -1
     creates: bool = False
+
+
+def identity(dims: Sequence[Dim]) -> Signature:
+    """Of an op that copies one tensor of these dims."""
+    cells: list[Cell] = [(f"d{n}",) for n in range(len(dims))]
+    return Signature([cells], [list(cells)], linear="pass", dims={f"d{n}": dim for n, dim in enumerate(dims)})
 
 
 class Atoms:

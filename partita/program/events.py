@@ -73,6 +73,7 @@ class Tensor:
         name: Parameter, buffer or input name; empty for activations.
         root: Id of the tensor whose storage it views (itself if it owns one).
         layouts: Axis -> `Split` or `Partial`; an axis that is absent holds it replicated.
+        host: It lives in the host's memory, where that is another than the device's.
     """
 
     id: int
@@ -83,6 +84,7 @@ class Tensor:
     name: str = ""
     root: int = -1
     layouts: Mapping[str, Split | Partial] = field(default_factory=dict)
+    host: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -102,6 +104,7 @@ class Compute:
         flop: Of this rank, already divided by every split the op runs under.
         signature: Its einops-like pattern; None means opaque (nothing in it is split).
         view: Moves no bytes.
+        saves: In the forward pass: autograd keeps some of what it reads or makes for its backward.
     """
 
     op: str
@@ -112,6 +115,7 @@ class Compute:
     flop: int = 0
     signature: Signature | None = None
     view: bool = False
+    saves: bool = False
 
 
 @dataclass(frozen=True, slots=True)

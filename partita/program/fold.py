@@ -129,7 +129,7 @@ class _Blocks:
                 ]
                 inside = block_number(self.prefix, e.module) is not None
                 rest = e.module[len(f"{self.prefix}{block}") :] if inside else "/" + e.module
-                found.append((e.op, rest, e.phase, e.flop, e.view, _cells(e), ins, shapes))
+                found.append((e.op, rest, e.phase, e.flop, e.view, e.saves, _cells(e), ins, shapes))
         return found
 
     def _run(self, phase: Phase, block: int) -> list[Event]:

@@ -58,6 +58,7 @@ class Program:
         reduce_dtype: dtype gradients are summed in; None means their own.
         clip: The step clips the global gradient norm.
         dynamic: Control flow depends on data: which parameters get a gradient may differ per rank and step.
+        calls: Path of a module that is called more than once in a forward pass -> how often.
         notes: Things a report should say: opaque ops, modules left whole.
         pipeline: Of the role of a pipeline's rank: how its parts take turns; None where microbatches run one after another.
     """
@@ -74,6 +75,7 @@ class Program:
     reduce_dtype: str | None = None
     clip: bool = False
     dynamic: bool = False
+    calls: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     pipeline: Pipeline | None = None
 

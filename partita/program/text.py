@@ -10,7 +10,7 @@ from partita.program.events import Collective, Compute, Event, Kind, Partial, Ph
 from partita.program.program import Pipeline, Program, Turn
 
 FORMAT = 2
-PLAIN = ("loss", "microbatches", "reduce_dtype", "clip", "dynamic")  # fields of Program that are JSON already
+PLAIN = ("loss", "microbatches", "reduce_dtype", "clip", "dynamic", "calls")  # fields of Program that are JSON already
 
 
 def to_json(program: Program) -> str:
@@ -89,16 +89,16 @@ def _pairs(rows: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
 # ---- tensors
 def _tensor_out(t: Tensor) -> list[Any]:
     layouts = [[axis, x.op if isinstance(x, Partial) else [x.dim, x.atom]] for axis, x in t.layouts.items()]
-    row: list[Any] = [t.shape, t.dtype, t.dims, t.kind, t.name, t.root, layouts]
+    row: list[Any] = [t.shape, t.dtype, t.dims, t.kind, t.name, t.root, layouts, [1] if t.host else []]
     while row and row[-1] in ("", []):  # most tensors have neither
         row.pop()
     return row
 
 
 def _tensor_in(i: int, row: list[Any]) -> Tensor:
-    shape, dtype, dims, kind, name, root, layouts = [*row, *(None,) * (7 - len(row))]
+    shape, dtype, dims, kind, name, root, layouts, host = [*row, *(None,) * (8 - len(row))]
     at = {axis: Partial(x) if isinstance(x, str) else Split(*x) for axis, x in layouts or ()}
-    return Tensor(i, tuple(shape), dtype, tuple(map(tuple, dims)), Kind(kind), name or "", root, at)
+    return Tensor(i, tuple(shape), dtype, tuple(map(tuple, dims)), Kind(kind), name or "", root, at, bool(host))
 
 
 # ---- events
@@ -108,7 +108,7 @@ def _event_out(e: Event, signatures: dict[str, int]) -> list[Any]:
     number = -1
     if e.signature is not None:
         number = signatures.setdefault(json.dumps(_signature_out(e.signature)), len(signatures))
-    return [e.op, e.module, e.phase, e.ins, e.outs, e.flop, number, int(e.view)]
+    return [e.op, e.module, e.phase, e.ins, e.outs, e.flop, number, int(e.view) + 2 * int(e.saves)]
 
 
 def _event_in(row: list[Any], signatures: list[Signature]) -> Event:
@@ -116,9 +116,9 @@ def _event_in(row: list[Any], signatures: list[Signature]) -> Event:
         op, axis, tensors, nbytes, dtype, phase, module, overlapped, once, keeps, values = row[1:]
         kept = None if keeps is None else tuple(keeps)
         return Collective(op, axis, tuple(tensors), nbytes, dtype, Phase(phase), module, overlapped, once, kept, values)
-    op, module, phase, ins, outs, flop, number, view = row
+    op, module, phase, ins, outs, flop, number, flags = row
     signature = None if number < 0 else signatures[number]
-    return Compute(op, module, Phase(phase), tuple(ins), tuple(outs), flop, signature, bool(view))
+    return Compute(op, module, Phase(phase), tuple(ins), tuple(outs), flop, signature, bool(flags & 1), bool(flags & 2))
 
 
 # ---- signatures

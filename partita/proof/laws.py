@@ -137,6 +137,8 @@ def says_nothing_alone(kind: type[Strategy]) -> list[str]:
     mesh = Mesh(tuple((axis, 1) for axis in own.axes))
     said = compose(program, [own], mesh)
     reasons = [f"it says {c.op} on {c.axis} of {c.nbytes} bytes" for c in said.collectives()[:1]]
+    if not own.axes:  # what splits nothing does something on one device, and may compute more for it
+        return reasons
     return reasons + ([] if said.flop() == program.flop() else [f"flop {program.flop()} become {said.flop()}"])
 
 
@@ -155,6 +157,8 @@ def refuses_what_does_not_divide(kind: type[Strategy]) -> list[str]:
     """A size that divides nothing is refused, with the reason and the cure."""
     own, program = settled(kind), small()
     mesh = Mesh(tuple((axis, ODD) for axis in own.axes))
+    if not own.axes:
+        return []
     faults: Sequence[Fault]
     try:
         faults = check(program, [own], mesh)
@@ -206,7 +210,7 @@ def _on_many(own: Strategy) -> tuple[Strategy, Mesh]:
     if isinstance(own, Pipelined):
         deep = 2  # its stages must be no more than the blocks
         return replace(own, microbatches=2 * deep), Mesh((("dp", MANY // deep), (own.axis, deep)))
-    return own, Mesh(tuple(zip(own.axes, _sizes(MANY, len(own.axes)), strict=True)))
+    return own, Mesh(tuple(zip(own.axes, _sizes(MANY, len(own.axes)), strict=True)) if own.axes else ())
 
 
 def _sizes(ranks: int, axes: int) -> list[int]:

@@ -8,7 +8,7 @@ outermost once: an order that only works one way is no order.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,9 @@ def hf_workloads(folder: Path) -> dict[str, Workload]:
     return found
 
 
-def plan_on(workload: Workload, mesh: Mapping[str, int]) -> Plan:
-    """A workload on a mesh, with SAMPLES samples a rank and microbatch."""
-    strategies: tuple[Strategy, ...] = (*[TensorParallel()] * ("tp" in mesh), *[DDP()] * ("dp" in mesh))
+def plan_on(workload: Workload, mesh: Mapping[str, int], memory: Sequence[Strategy] = ()) -> Plan:
+    """A workload on a mesh, with SAMPLES samples a rank and microbatch; `memory`: strategies that use no axis."""
+    strategies: tuple[Strategy, ...] = (*[TensorParallel()] * ("tp" in mesh), *memory, *[DDP()] * ("dp" in mesh))
     sized = Mesh.of(mesh)
     batch = data_ranks(strategies, sized) * workload.accumulate * SAMPLES
     return Plan(replace(workload, batch=batch), "here", sized.ranks, sized, strategies)
@@ -84,6 +84,7 @@ def prove_matrix(
     workloads: Mapping[str, Workload],
     meshes: Iterable[Mapping[str, int]] = MESHES,
     *,
+    memory: Sequence[Strategy] = (),
     told: Callable[[Row], None] | None = None,
 ) -> list[Row]:
     """Prove every workload on every mesh.
@@ -91,6 +92,7 @@ def prove_matrix(
     Args:
         workloads: By name.
         meshes: Axis -> size, outermost first.
+        memory: Strategies that use no axis, added to every plan.
         told: Told of each row as it is done.
 
     Returns:
@@ -99,16 +101,16 @@ def prove_matrix(
     rows = []
     for mesh in meshes:
         for name, workload in workloads.items():
-            rows.append(_row(name, workload, mesh))
+            rows.append(_row(name, workload, mesh, memory))
             if told is not None:
                 told(rows[-1])
     return rows
 
 
-def _row(name: str, workload: Workload, mesh: Mapping[str, int]) -> Row:
+def _row(name: str, workload: Workload, mesh: Mapping[str, int], memory: Sequence[Strategy]) -> Row:
     began, proof, error, used = time.perf_counter(), None, "", ""
     try:
-        plan = plan_on(workload, mesh)
+        plan = plan_on(workload, mesh, memory)
         used = " + ".join(s.name for s in plan.strategies)
         proof = prove_plan(plan, shrink=False).json()
     except Refused as refused:

@@ -238,7 +238,7 @@ def _numerics(
 
 def promise_of(strategies: Sequence[Strategy], mesh: Mesh, microbatches: int) -> Promise:
     """The weakest promise of strategies that do something; accumulation reorders sums as well."""
-    working = {s.promise for s in strategies if any(mesh.size(a) > 1 for a in s.axes)}
+    working = {s.promise for s in strategies if not s.axes or any(mesh.size(a) > 1 for a in s.axes)}
     if Promise.RELAXED in working:
         return Promise.RELAXED
     return Promise.REORDERED if Promise.REORDERED in working or microbatches > 1 else Promise.EXACT

@@ -18,12 +18,12 @@ from torch.autograd.function import once_differentiable
 
 from partita.errors import Fault
 from partita.runtime.net import Net
-from partita.runtime.through import Through
+from partita.runtime.through import Anywhere, Place, Resumable, Through
 
 VERIFY = "_verify_batch_size"  # of torch.nn.functional: refuses a batch of one value
 
 
-class GlobalStatistics(Through):
+class GlobalStatistics(Through, Resumable):
     """The mode; entered around forward, loss and backward (recomputation runs forward again).
 
     Args:
@@ -48,6 +48,9 @@ class GlobalStatistics(Through):
     def __exit__(self, *exc: Any) -> None:
         setattr(F, VERIFY, self._verify)
         super().__exit__(*exc)
+
+    def place(self) -> Place:
+        return Anywhere(self)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.batch_norm:

@@ -211,6 +211,7 @@ class _Step:
             sums=sums,
             loss=self.loss,
             dynamic=self.kind == "real" or bool(tape.steered),
+            calls={name: n for name, n in tape.where.calls.items() if n > 1},
             notes=tuple(self.notes + self._notes()),
         )
         return replace(flat, classes=classes_of(flat, self.subject.hints))
@@ -237,14 +238,14 @@ def _with_drops(tape: Tape, tensors: tuple[Said, ...]) -> list[Compute]:
         ):
             late.setdefault(at, []).append(root)
     found: list[Compute] = []
-    tape.index = []
+    tape.index, saving = [], tape.saving()
     for n, event in enumerate(tape.events):
         tape.index.append(len(found) + (n in late))
         if n in late:
             before = tape.events[n - 1]
             nothing = Signature([], [], creates=True)
             found.append(Compute("drop", before.module, before.phase, tuple(late[n]), (), 0, nothing, view=True))
-        found.append(event)
+        found.append(replace(event, saves=True) if n in saving else event)
     return found
 
 

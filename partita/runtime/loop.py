@@ -72,7 +72,7 @@ class _Run:
         module = self.subject.make().to(net.device)
         self.step = prepare(net, self.subject, module, self.feed(0), strategies, program, training)
         self.site = self.step.site
-        self.optimizer = self.site.optimizer()
+        self.optimizer = self.site.stepping(self.site.optimizer())
         self.rate = Rate(self.optimizer, training.schedule, training.warmup, training.horizon)
         self.first = self._filled()
         self.saver = Saver(net)

@@ -17,7 +17,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from partita.errors import Fault
 from partita.program import Compute, Phase, Program
-from partita.runtime.through import Through
+from partita.runtime.through import Place, Resumable, Through
 
 SERVED = {  # ops that draw and are served: dropout is made of the first three
     "bernoulli_", "bernoulli", "native_dropout", "rand", "rand_like", "randn", "randn_like", "uniform_", "normal_",
@@ -115,7 +115,7 @@ def row(program: Program, event: Compute) -> Row:
 Answer = Callable[..., Tensor]
 
 
-class Stream(Through):
+class Stream(Through, Resumable):
     """Serves dropout from keyed generators while a step runs.
 
     Args:
@@ -137,6 +137,19 @@ class Stream(Through):
         self._at, self._calls = (step, first_sample, samples), 0
         with self:
             yield self
+
+    def place(self) -> Place:
+        return _Drawn(self, self._at, self._calls)
+
+    @contextmanager
+    def resumed(self, at: tuple[int, int, int], calls: int) -> Iterator[None]:
+        """Once more from a place on: what is drawn is what was drawn there."""
+        kept, (self._at, self._calls) = (self._at, self._calls), (at, calls)
+        try:
+            with self.on():
+                yield
+        finally:
+            self._at, self._calls = kept
 
     @contextmanager
     def split(self, part: Part | None) -> Iterator[None]:
@@ -190,6 +203,21 @@ class Stream(Through):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         serve = SERVE.get(func)
         return func(*args, **(kwargs or {})) if serve is None else serve(self, func, *args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class _Drawn(Place):
+    """Where a stream stands: step, first sample and samples of the pass, and its draws so far."""
+
+    stream: Stream
+    at: tuple[int, int, int]
+    calls: int
+
+    def passed(self) -> None:
+        pass
+
+    def resumed(self) -> AbstractContextManager[None]:
+        return self.stream.resumed(self.at, self.calls)
 
 
 # ---------------------------------------------------------------- what is served, each with torch's own arithmetic

@@ -6,8 +6,8 @@ on a rank        enter x; its own rows; view(b, t, heads / n) its own classes; t
 
 import copy
 import re
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -27,7 +27,7 @@ from partita.runtime.random import Stream
 from partita.runtime.steps import Edge, Script, Step, not_splittable, write
 from partita.runtime.subject import Subject
 from partita.runtime.tape import Tape
-from partita.runtime.through import Through
+from partita.runtime.through import Place, Resumable, Through
 
 AGAIN = 3  # further rehearsals of a module that keeps something from pass to pass
 
@@ -85,7 +85,7 @@ class Zero(torch.autograd.Function):
         return grads[0]
 
 
-class Replay(Through):
+class Replay(Through, Resumable):
     """The mode; entered around one forward pass and its loss.
 
     Args:
@@ -122,6 +122,19 @@ class Replay(Through):
         super().__exit__(*exc)
         if exc[0] is None and self.next < len(self.steps):
             raise RunFailed(_strayed(self.next, self.steps[self.next], "the end"))
+
+    def place(self) -> Place:
+        return _Stood(self, self.steps, self.next, dict(self.store))
+
+    @contextmanager
+    def resumed(self, steps: tuple[Step, ...], at: int, store: Mapping[tuple[str, int], Tensor]) -> Iterator[None]:
+        """Once more from a step on, with what earlier steps left for it."""
+        kept, (self.steps, self.next, self.store) = (self.steps, self.next, self.store), (steps, at, dict(store))
+        try:
+            with self.on():
+                yield
+        finally:
+            self.steps, self.next, self.store = kept
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if not counts(func, args, kwargs):
@@ -168,6 +181,23 @@ class Replay(Through):
         if not edge.last:
             self.store[key] = y
         return y
+
+
+@dataclass
+class _Stood(Place):
+    """Where a replay stands: the next of its steps, and what earlier ones left for later ones."""
+
+    replay: Replay
+    steps: tuple[Step, ...]
+    at: int
+    store: dict[tuple[str, int], Tensor]
+
+    def passed(self) -> None:
+        read = {(e.kind, e.value) for step in self.steps[self.at : self.replay.next] for e in step.edges if e.again}
+        self.store = {key: value for key, value in self.store.items() if key in read}
+
+    def resumed(self) -> AbstractContextManager[None]:
+        return self.replay.resumed(self.steps, self.at, self.store)
 
 
 def _fits(step: Step, out: Any) -> None:

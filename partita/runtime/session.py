@@ -189,6 +189,9 @@ class Session:
             group["params"] = [after[before[id(p)]] if id(p) in before else p for p in held]
         if self._resumed is not None:
             saved.resume(step.site, self._optimizer, self._resumed)
+        stepping = step.site.stepping(self._optimizer)
+        if stepping is not self._optimizer:  # the user holds the optimizer: it steps as the strategies want it to
+            self._optimizer.step = stepping.step
         return step
 
 

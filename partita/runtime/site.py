@@ -15,14 +15,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from partita.errors import Fault, refuse
 from partita.mesh import Mesh
 from partita.program import Kind, Program
 from partita.program.split import Derivation
 from partita.runtime.batch import Share
 from partita.runtime.batch_norm import GlobalStatistics, norms
 from partita.runtime.net import Net
+from partita.runtime.offload import Offloaded
 from partita.runtime.pipeline import Pipe
 from partita.runtime.random import Stream, draws, rows
+from partita.runtime.recompute import recomputed
 from partita.runtime.replay import Axis, Replay, hear_whole, install
 from partita.runtime.stages import Staged, keep_stage, plain_script
 from partita.runtime.steps import Script
@@ -60,6 +63,18 @@ def transient(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_buffers() if name not in kept]
 
 
+def _whole_model(axis: str, size: int) -> Fault:
+    """P116 for a model that is one region and is cut into stages."""
+    return Fault(
+        "P116",
+        "Recompute(policy='full') makes one region of a model that is cut into stages",
+        f"{axis} = {size}",
+        "a region is computed again on one rank, and a stage holds a part of the model",
+        "policy = 'block' or 'selective', which give each block of a stage a region of its own",
+        f"mesh.{axis}",
+    )
+
+
 class Site:
     """One rank's part of a training run.
 
@@ -87,6 +102,8 @@ class Site:
         self._optimizer: torch.optim.Optimizer | None = None
         self._replays: list[Replay] = []
         self._statistics: list[str] = []
+        self._offloaded: set[str] = set()
+        self._regions: list[str] = []  # modules that are computed again
         self._gradients = {program.tensors[p].name for p in program.gradients}
 
     # ---- what the whole module said of itself
@@ -144,6 +161,7 @@ class Site:
     def cut_stages(self, strategy: Pipelined) -> None:
         """Keep this rank's stages of the module, and run its microbatches in turns with the other ranks of the axis."""
         axis, size = strategy.axis, self.net.size(strategy.axis)
+        refuse([_whole_model(axis, size)] if "" in self._regions else [])
         stages, schedule = strategy.stages(self.program, size), strategy.schedule(size)
         role = strategy.cast(self.program, self.mesh)[self.net.coordinate[axis]]
         assert role.pipeline is not None, "a pipeline of several ranks gives each a role"
@@ -176,6 +194,16 @@ class Site:
             evaluation = lambda: script(replace(subject, make=lambda: subject.make().eval()))
         return Staged(axis, training, self.module, evaluation, starts, subject.evaluate, self.stream)
 
+    def recompute(self, modules: Sequence[str], keep: Sequence[str] = ()) -> None:
+        """Compute the inside of these modules once more in the backward pass, but for the results of the ops `keep` fits."""
+        self._regions += modules
+        for path in modules:
+            recomputed(self.module.get_submodule(path), keep)
+
+    def offload(self, parameters: Sequence[str]) -> None:
+        """Keep what the optimizer keeps of these parameters in host memory, and step there."""
+        self._offloaded.update(parameters)
+
     def apply(self, strategies: Sequence[Strategy]) -> Program:
         """Apply strategies, innermost first, those that cut the model by depth before those of the data; returns Program′."""
         pipeline = pipeline_of(strategies, self.mesh)
@@ -196,6 +224,12 @@ class Site:
         return self._optimizer or self.subject.optimizer(self.module)
 
     # ---- what the step uses
+    def stepping(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer as the strategies want it to step; made over this rank's parameters."""
+        if not self._offloaded:
+            return optimizer
+        return Offloaded(optimizer, [p for name, p in self.module.named_parameters() if name in self._offloaded])
+
     @property
     def data_ranks(self) -> int:
         """Into how many parts the batch is cut."""

@@ -9,8 +9,8 @@ Nothing of the module is rewritten and no graph is cut: control flow, dataclasse
 A value that two stages read is sent through every stage between them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from partita.runtime.calls import SIZES, Call, mark, put, writes
 from partita.runtime.random import Stream
 from partita.runtime.replay import Axis, Replay, twin_of
 from partita.runtime.steps import Script, Step
+from partita.runtime.through import Place
 
 Key = tuple[str, int]  # what a value is ("value", or the change of it that was kept), and its tensor id
 
@@ -142,6 +143,26 @@ class Left(BaseException):
     """A stage has made its last call: the rest of the user's code is of other stages."""
 
 
+Stood = tuple[int, dict[Key, Tensor], dict[int, Tensor], Shown | None]  # stage, received, written, shown
+
+
+@dataclass(frozen=True)
+class _Played(Place):
+    """Where a stage stands: the place of its replay, and what it has received and written."""
+
+    replay: Place
+    staged: "Staged"
+    stood: Stood
+
+    def passed(self) -> None:
+        self.replay.passed()
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        with self.staged.playing(self.stood), self.replay.resumed():
+            yield
+
+
 class Staged(Replay):
     """The mode of one rank of a pipeline; entered around one forward pass of one of its stages.
 
@@ -226,6 +247,21 @@ class Staged(Replay):
         sent, self.sent, self.received, self.values, self.store = self.sent, {}, {}, {}, {}
         self.stage = -1
         return out, {key: sent[key] for key, _ in following}
+
+    # ---- where it stands, for a second pass
+    def place(self) -> Place:
+        return _Played(super().place(), self, (self.stage, dict(self.received), dict(self.values), self.shown))
+
+    @contextmanager
+    def playing(self, stood: Stood) -> Iterator[None]:
+        """A stage once more, with what it had received; nothing is sent on."""
+        kept = self.stage, self.received, self.values, self.shown, self.wanted, self.sent
+        self.stage, received, values, self.shown = stood
+        self.received, self.values, self.wanted, self.sent = received, dict(values), set(), {}
+        try:
+            yield
+        finally:
+            self.stage, self.received, self.values, self.shown, self.wanted, self.sent = kept
 
     # ---- the mode
     def _training(self) -> bool:

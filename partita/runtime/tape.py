@@ -4,6 +4,7 @@ Each op becomes a `Compute` with single-assignment tensors. Nothing here keeps a
 autograd copy gradients it would otherwise take over, so tensors and storages are watched through weak references.
 """
 
+import collections
 import re
 import sys
 import weakref
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from partita.program import events
 from partita.program.dims import Atoms, Dim, Signature
 from partita.program.events import Compute, Kind, Phase
+from partita.runtime.again import owner_of
 from partita.runtime.flop import flop_of
 from partita.runtime.patterns import Call, Value, created
 from partita.runtime.rules import rule_of
@@ -49,6 +51,7 @@ class Where:
         self.again = 0  # forwards that started inside backward: recomputation
         self.of: dict[int, str] = {}  # autograd sequence number -> module
         self.last = ""
+        self.calls: collections.Counter[str] = collections.Counter()  # in the forward pass
 
     def __enter__(self) -> "Where":
         enter = nn.modules.module.register_module_forward_pre_hook(self._enter)
@@ -61,8 +64,11 @@ class Where:
             hook.remove()
 
     def _enter(self, module: nn.Module, _: object) -> None:
-        self.stack.append(self.names.get(module, self.stack[-1]))
-        self.again += torch._C._current_graph_task_id() != -1
+        self.stack.append(self.names.get(owner_of(module), self.stack[-1]))
+        backward = torch._C._current_graph_task_id() != -1
+        self.again += backward
+        if not backward and module in self.names:
+            self.calls[self.names[module]] += 1
 
     def _leave(self, *_: object) -> None:
         if len(self.stack) > 1:
@@ -96,6 +102,8 @@ class Tape(TorchDispatchMode):
         faults: Ops whose dims did not fit their rule.
         owners: In the optimizer: name of a parameter, gradient or state -> module of the parameter.
         index: Event number here -> event number in the finished program (which has `drop` events too); set at the end.
+        nodes: Number of an event of the forward pass -> the autograd node it runs for.
+        saved: Those nodes whose backward reads something that the backward pass has not made.
         steered: Modules in which numbers that depend on data decided what Python did next.
     """
 
@@ -113,6 +121,9 @@ class Tape(TorchDispatchMode):
         self.drops: list[tuple[int, int]] = []
         self.faults: list[str] = []
         self.steered: list[str] = []
+        self.nodes: dict[int, int] = {}
+        self.saved: set[int] = set()
+        self.made_back: set[int] = set()  # what the backward pass has made
         self.index: list[int] = []
         self.owners: dict[str, str] = {}
         self.optimizing = False
@@ -216,6 +227,7 @@ class Tape(TorchDispatchMode):
             self.values[outs[0]].iota = self._iota(call)
         roots = {self.values[i].root for i in ins}
         view = bool(ins) and not written and all(self.values[i].root in roots for i in outs)
+        self._follow(phase, ins, outs)
         self.events.append(Compute(name, module, phase, tuple(ins), tuple(outs), flop, signature, view))
         for i in (*ins, *outs):
             self.last_use[self.values[i].root] = len(self.events) - 1
@@ -225,6 +237,21 @@ class Tape(TorchDispatchMode):
                     self.base[id(t)] = self.base.get(id(tensors[0]), id(tensors[0]))
         elif written and id(results[0]) in self.base:
             self._through(self.base[id(results[0])], outs[0], phase)
+
+    def _follow(self, phase: Phase, ins: list[int], outs: list[int]) -> None:
+        """Which node an op runs for, and whether that node had saved something."""
+        if phase == Phase.FORWARD:
+            self.nodes[len(self.events)] = torch.autograd._get_sequence_nr() - 1
+        elif phase == Phase.BACKWARD:
+            node = torch._C._current_autograd_node()
+            if node is not None and any(self.values[i].root not in self.made_back and i not in self.made_back for i in ins):
+                self.saved.add(node._sequence_nr())
+            self.made_back.update(outs)
+
+    def saving(self) -> set[int]:
+        """Numbers of the events of the forward pass whose node saves something: of each node the first event."""
+        first = {node: at for at, node in reversed(self.nodes.items())}
+        return {first[node] for node in self.saved if node in first}
 
     def _iota(self, call: Call) -> bool:
         if call.name == "arange":

@@ -7,11 +7,15 @@ float64 proof such an island rounds to 1e-7 and would hide an error a thousand t
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+
+from partita.runtime.through import Anywhere, Place, Resumable
 
 
-class Wide(TorchFunctionMode):
+class Wide(Resumable):
     """Turns every request for float32 into one for float64."""
+
+    def place(self) -> Place:
+        return Anywhere(self)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         wide = tuple(torch.float64 if a is torch.float32 else a for a in args)

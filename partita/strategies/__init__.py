@@ -13,6 +13,8 @@ from partita.strategy import Strategy
 
 if TYPE_CHECKING:
     from partita.strategies.data.ddp import DDP
+    from partita.strategies.memory.offload import Offload
+    from partita.strategies.memory.recompute import Recompute
     from partita.strategies.pipeline.dualpipev import DualPipeV
     from partita.strategies.pipeline.gpipe import GPipe
     from partita.strategies.pipeline.interleaved import Interleaved
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 GROUP = "partita.strategies"
 HOUSE = {  # name in a plan -> where the class lives
     "ddp": "partita.strategies.data.ddp:DDP",
+    "offload": "partita.strategies.memory.offload:Offload",
+    "recompute": "partita.strategies.memory.recompute:Recompute",
     "dualpipev": "partita.strategies.pipeline.dualpipev:DualPipeV",
     "gpipe": "partita.strategies.pipeline.gpipe:GPipe",
     "interleaved": "partita.strategies.pipeline.interleaved:Interleaved",
@@ -45,7 +49,9 @@ __all__ = [
     "Garden",
     "Interleaved",
     "LoopedBFS",
+    "Offload",
     "OneFOneB",
+    "Recompute",
     "TensorParallel",
     "ZeroBubble",
 ]

@@ -85,6 +85,11 @@ class Strategy(ABC):
         """Do it, to the real module of this rank (`site.module`), through the verbs of `site`."""
 
     @classmethod
+    def offers(cls) -> "Sequence[Strategy]":
+        """Settings a search tries where there is a choice; its defaults unless it says otherwise."""
+        return (cls(),)
+
+    @classmethod
     @abstractmethod
     def cases(cls) -> Sequence[Case]:
         """Settings the conformance kit tries; at least one on two axes."""

@@ -8,7 +8,7 @@ import pytest
 
 from partita.cluster import Number, named
 from partita.errors import Fault, Refused
-from partita.program.events import Collective, Compute, Phase
+from partita.program.events import Collective, Compute, Kind, Phase
 from partita.program.program import before_optimizer
 from partita.search import candidates, factors, search
 from partita.strategy import Place, Promise, Strategy
@@ -130,3 +130,56 @@ def test_a_slow_link_moves_the_choice_inwards(chain):
     found = search(chain(4, 512, 256), slow, 8, WORK, BOTH)
     both = [c for c in found.plans if len(c.plan.strategies) == 2]
     assert both[0].plan.mesh.axes[1][0] == "tp"
+
+
+# ---------------------------------------------------------------- what saves memory
+@dataclass(frozen=True)
+class Lighter(Halving):
+    """Halves the bytes of activations for twice the flop."""
+
+    name: ClassVar[str] = "lighter"
+    place: ClassVar[Place] = Place.MEMORY
+    by: int = 2
+
+    @property
+    def axes(self):
+        return ()
+
+    def check(self, program, mesh):
+        return []
+
+    def rewrite(self, program, mesh):
+        kept = {t.root for t in program.tensors if t.kind == Kind.PARAMETER}
+        tensors = tuple(
+            replace(t, shape=tuple(max(n // self.by, 1) for n in t.shape)) if t.root not in kept else t for t in program.tensors
+        )
+
+        def more(event):
+            return replace(event, flop=event.flop * self.by) if isinstance(event, Compute) else event
+
+        return replace(
+            program, tensors=tensors, segments=tuple(replace(s, events=tuple(map(more, s.events))) for s in program.segments)
+        )
+
+    @classmethod
+    def offers(cls):
+        return cls(), cls(by=4)
+
+
+def test_what_saves_memory_is_tried_where_a_plan_does_not_fit(chain):
+    program, cluster = chain(4, 512, 256), named("cpu")
+    free = search(program, cluster, 1, WORK, [Halving, Sharing, Lighter])
+    assert [c.family for c in free.plans] == ["one device"]
+    need = free.plans[0].figures.peak
+    tight = search(program, cluster, 1, WORK, [Halving, Sharing, Lighter], memory=0.9 * need)
+    assert [c.family for c in tight.plans] == ["one device + lighter"]
+    (lost,) = tight.rejected
+    assert re.search(r"does not fit: .* over .*; fits as one device \+ lighter, [\d.e+]+ % slower", lost.reason)
+    least = search(program, cluster, 1, WORK, [Lighter], minimise="memory")
+    assert least.plans[0].family == "one device + lighter(by=4)"
+
+
+def test_a_plan_that_nothing_makes_fit_says_how_near_it_comes(chain):
+    program, cluster = chain(4, 512, 256), named("cpu")
+    with pytest.raises(Refused, match=r"as one device \+ lighter\(by=4\) still .* over"):
+        search(program, cluster, 1, WORK, [Lighter], memory=1000)
