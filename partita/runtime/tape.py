@@ -46,6 +46,7 @@ class Where:
         self.names = {m: name for name, m in module.named_modules()}
         self.stack: list[str] = [""]
         self.depths: list[int] = []
+        self.ran: dict[str, int] = {}  # module -> how often its forward ran outside backward
         self.again = 0  # forwards that started inside backward: recomputation
         self.of: dict[int, str] = {}  # autograd sequence number -> module
         self.last = ""
@@ -62,7 +63,10 @@ class Where:
 
     def _enter(self, module: nn.Module, _: object) -> None:
         self.stack.append(self.names.get(module, self.stack[-1]))
-        self.again += torch._C._current_graph_task_id() != -1
+        backward = torch._C._current_graph_task_id() != -1
+        self.again += backward
+        if not backward and module in self.names:
+            self.ran[self.stack[-1]] = self.ran.get(self.stack[-1], 0) + 1
 
     def _leave(self, *_: object) -> None:
         if len(self.stack) > 1:
