@@ -58,7 +58,7 @@ def _scatters(program: Program, events: Sequence[Event], found: Holding, *, copi
 
     While a bucket is packed its whole gradients are there, and while it is sent they are gone, but for those that stay. Our
     own buckets are on their way, the backend's copy with them, until the next one is packed; `fully_shard` waits for each,
-    and the rows it gets are tensors of their own: with several microbatches they are added up and counted as buffers.
+    and the rows it gets are tensors of their own: with several microbatches they are added to buffers after each of them.
     """
     calls = [(at, e) for at, e in enumerate(events) if isinstance(e, Collective) and e.op == "reduce_scatter" and e.overlapped]
     for number, (at, e) in enumerate(calls):
@@ -72,9 +72,11 @@ def _scatters(program: Program, events: Sequence[Event], found: Holding, *, copi
         made = rows if sharded or (several and not e.once) else 0
         whole = 0 if e.once else sum(program.local_bytes(g) for g in e.tensors)
         counted = e.nbytes + whole + (0 if sharded else copy)
-        if sharded and not several:
+        if sharded:
             found.taken[at]["gradients"] += rows
             counted += rows
+            if several:  # added to the buffers after each backward pass
+                found.given[_end(events)]["gradients"] += rows
         found.while_running[at] = max(e.nbytes + whole, e.nbytes + copy + made + (whole if e.once else 0)) - counted
 
 

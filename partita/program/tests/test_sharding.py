@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partita.mesh import Mesh
@@ -34,6 +34,7 @@ def calls(program, mesh, *strategies):
 
 
 # ---------------------------------------------------------------- rows
+@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_rows_are_shared_out_once_each_in_order(rows, ranks):
     found = [own(rows, ranks, rank) for rank in range(ranks)]
