@@ -61,8 +61,9 @@ def _scatters(program: Program, events: Sequence[Event], found: Holding, *, copi
     and the rows it gets are tensors of their own: with several microbatches they are added to buffers after each of them.
     """
     calls = [(at, e) for at, e in enumerate(events) if isinstance(e, Collective) and e.op == "reduce_scatter" and e.overlapped]
+    last = _end(events)
     for number, (at, e) in enumerate(calls):
-        end = calls[number + 1][0] if number + 1 < len(calls) else _end(events)
+        end = calls[number + 1][0] if number + 1 < len(calls) else last
         rows = e.nbytes // program.axes[e.axis]
         copy = copies * e.nbytes
         flying = e.nbytes + (0 if sharded else copy)
@@ -76,7 +77,7 @@ def _scatters(program: Program, events: Sequence[Event], found: Holding, *, copi
             found.taken[at]["gradients"] += rows
             counted += rows
             if several:  # added to the buffers after each backward pass
-                found.given[_end(events)]["gradients"] += rows
+                found.given[last]["gradients"] += rows
         found.while_running[at] = max(e.nbytes + whole, e.nbytes + copy + made + (whole if e.once else 0)) - counted
 
 
