@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from partita.runtime.checkpoint import Placement, Saver, load, peek, steps
 from partita.runtime.cuts import Cut
