@@ -20,10 +20,10 @@ from torch import Tensor, nn
 import partita as pt
 from partita.api.run import Run
 from partita.errors import Refused
-from partita.strategies import DDP, TensorParallel
+from partita.strategies import DDP, FSDP, TensorParallel, Zero1, Zero2
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 2**-5, torch.float16: 2**-7, torch.complex64: 2e-5}
-STRATEGIES = {"tp": TensorParallel, "dp": DDP}  # innermost first
+STRATEGIES = {"tp": TensorParallel, "dp": DDP, "zero1": Zero1, "zero2": Zero2, "fsdp": FSDP}  # innermost first
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,12 @@ def _adamw(module: nn.Module) -> torch.optim.Optimizer:
 
 # ---------------------------------------------------------------- a layout
 def plan_of(layout: str) -> pt.Plan:
-    """A plan from "dp=2 tp=2 accumulate=2"; "one" is one rank."""
+    """A plan from "dp=2 tp=2 accumulate=2"; "one" is one rank, "fsdp=2" an axis dp with another strategy than ddp."""
     sizes = {name: int(size) for name, size in (word.split("=") for word in layout.split() if word != "one")}
     accumulate = sizes.pop("accumulate", 1)
     strategies = [kind() for axis, kind in STRATEGIES.items() if axis in sizes]
-    return pt.Plan(cluster="cpu", mesh=sizes, strategies=strategies, accumulate=accumulate)
+    mesh = {"tp" if word == "tp" else "dp": size for word, size in sizes.items()}
+    return pt.Plan(cluster="cpu", mesh=mesh, strategies=strategies, accumulate=accumulate)
 
 
 def run(task: Task, layout: str, **more: Any) -> Run:

@@ -305,6 +305,33 @@ def test_a_layout_gives_the_numbers_of_one_device(kind, layout):
     same(SAME[kind][0], layout)
 
 
+SHARDED = {  # kinds that rows, gathered blocks or scattered gradients could get wrong
+    "tied weights": ["zero1=2", "fsdp=2 tp=2"],
+    "ignored targets": ["zero2=4", "fsdp=4"],
+    "no target on one rank": ["zero2=2 accumulate=2", "fsdp=2", "fsdp=2 accumulate=2", "fsdp=2 tp=2"],
+    "a penalty on the weights": ["fsdp=2", "zero1=2"],
+    "grouped heads": ["zero2=2 tp=2", "fsdp=2 tp=2"],
+    "batch norm": ["zero1=2", "fsdp=4"],
+    "adapters on frozen layers": ["zero2=2 accumulate=2", "fsdp=2 accumulate=2"],
+    "samples that go different ways": ["zero1=4", "zero2=2 accumulate=2"],
+    "any output, None in the batch": ["fsdp=2"],
+    "clipping, p = 2": ["zero1=2 tp=2", "fsdp=2 tp=2"],
+    "clipping, p = inf": ["zero2=4", "fsdp=4"],
+    "small bfloat16 gradients, many": ["zero1=2 accumulate=256", "zero2=4 accumulate=128", "fsdp=2 accumulate=256"],
+    "weight norm": ["zero1=2", "fsdp=2"],
+    "a module in evaluation mode": ["fsdp=2"],
+    "sequences that grow": ["fsdp=2"],
+    "recurrent": ["zero2=2", "fsdp=2"],
+    "momentum and groups": ["zero1=4", "fsdp=2"],
+    "a schedule in a hook": ["zero2=2", "fsdp=2"],
+}
+
+
+@pytest.mark.parametrize(("kind", "layout"), [(kind, layout) for kind, layouts in SHARDED.items() for layout in layouts])
+def test_a_sharded_layout_gives_the_numbers_of_one_device(kind, layout):
+    same(SAME[kind][0], layout)
+
+
 def own(forward):
     """A task on one linear layer `a`."""
     return Task(module(forward, a=lambda: Linear(6, 6)), X, square)
@@ -381,6 +408,9 @@ def test_draws_do_not_depend_on_the_layout(kind):
 # ---------------------------------------------------------------- going on under another layout
 RESUMED = Task(PERCEPTRON, X, square, lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), steps=6)
 GOES_ON = {
+    "fsdp=4 -> zero2=2": RESUMED,
+    "zero1=2 tp=2 -> fsdp=2": RESUMED.but(clip=(0.1, 2.0)),
+    "one -> zero1=4": RESUMED,
     "tp=4 -> dp=2 tp=2": RESUMED,
     "dp=2 tp=2 -> one": RESUMED.but(clip=(0.1, 2.0)),
     "accumulate=2 -> dp=4": RESUMED.but(opt=lambda m: torch.optim.SGD(m.parameters(), 0.1, 0.9)),
@@ -401,7 +431,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 
 
 # ---------------------------------------------------------------- what is not there yet
-@pytest.mark.parametrize(("name", "axis"), [("fsdp", "dp"), ("one_f_one_b", "pp")])
+@pytest.mark.parametrize(("name", "axis"), [("slim_dp", "dp"), ("one_f_one_b", "pp")])
 def test_a_strategy_that_is_not_there_is_refused_by_name(name, axis, tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text(f'partita = 1\n[workload]\nmodel = "mlp"\n[mesh]\n{axis} = 2\n[[strategy]]\nname = "{name}"\n')

@@ -155,7 +155,7 @@ def _product(op: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 def _moved(event: Compute, program: Program) -> int:
     """Bytes read and written, in eager mode: nothing is fused."""
-    size = program.local_bytes
+    size = program.owned_bytes if event.phase == Phase.OPTIMIZER else program.local_bytes
     outs = sum(size(i) for i in dict.fromkeys(event.outs))
     ins = list(dict.fromkeys(event.ins))
     if event.op.strip("_").startswith("embedding_dense_backward"):

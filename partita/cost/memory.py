@@ -3,7 +3,9 @@
     parameters, optimizer state, buffers, inputs   live all along
     gradients                                      from backward until the optimizer has read them
       in buffers (`gradient_buffers`)              all along; what backward makes is added to them and freed at once
+      scattered as they are made                   until they are packed; a rank's rows of the sums all along
     activations                                    from the op that makes them to their last reader, mostly in backward
+    what calls hold (`holding`)                    packed gradients, gathered parameters, a backend's copies
 
 What lives in the host's memory is left out, unless it is the device's own (`gloo`, on CPU).
 
@@ -15,9 +17,11 @@ product packs its operands in (a few MiB), and the float32 tiles of half-type ke
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from partita.cost.holding import holding
 from partita.program.blocks import block_number
-from partita.program.events import RECEIVED, Collective, Compute, Event, Kind, Phase
+from partita.program.events import RECEIVED, WIDTH, Collective, Compute, Event, Kind, Phase
 from partita.program.fold import stretch, unfold
+from partita.program.gathering import is_sharded
 from partita.program.host import COPIES
 from partita.program.program import Program
 
@@ -30,7 +34,8 @@ STATIC = {
 }
 HALF = ("float16", "bfloat16")
 FEW = 3  # copies of a folded block that are written out: a first, a middle and a last one
-OTHER = ("buffers", "inputs", "constants", "communication")
+MOVING: tuple[str, ...] = ("activations", "gradients", "communication", "gathered")
+OTHER = ("buffers", "inputs", "constants")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
@@ -73,11 +78,13 @@ def occupancy(program: Program, backend: str = "nccl", kernel: float = 0.0) -> O
     fixed = [static_bytes(one, apart=backend != "gloo") for one in few]
     static = {name: grown(one[name] for one in fixed) for name in fixed[-1]}
     buffers = grown(map(gradient_buffers, few))
-    kept = frozenset() if buffers else frozenset(roots(flat, flat.gradients.values()))
+    kept = frozenset() if _added_up(flat) else frozenset(roots(flat, flat.gradients.values()))
     prefix = next((s.block[:-1] for s in program.segments if s.block), "")
     walk = _Walk(flat, kept, backend, _middle(program) if left else {}, left, prefix)
     walk.run()
-    other = {name: static[name] for name in OTHER if name in static} | {"communication": walk.parts["communication"]}
+    other = {name: static[name] for name in OTHER} | {"communication": walk.parts["communication"]}
+    if walk.parts["gathered"]:
+        other["gathered"] = walk.parts["gathered"]
     if kernels := round(kernel * half_products(program)):
         other["kernels"] = kernels
     parts = {
@@ -116,17 +123,37 @@ def gradient_buffers(program: Program) -> int:
     """Bytes of the buffers that gradients are accumulated in as they are made; 0 where each gradient is a tensor of its own.
 
     There are buffers under a data axis (its buckets) and with several microbatches. Half types are accumulated over
-    microbatches in float32, beside the buffer they end in.
+    microbatches in float32, beside the buffer they end in. Where a rank gets rows of the sums, it has room for those.
     """
-    buckets = [e for e in program.events() if isinstance(e, Collective) and e.overlapped and e.once]
-    if not buckets and program.microbatches == 1:
-        return 0
-    if buckets:
-        sizes = [(e.nbytes, e.dtype) for e in buckets]
-    else:
-        sizes = [(program.local_bytes(g), program.tensors[g].dtype) for g in program.gradients.values()]
+    buckets = _buckets(program)
     wide = program.microbatches > 1
-    return sum(size * (3 if wide and dtype in HALF else 1) for size, dtype in sizes)
+    if not buckets:
+        sizes = [(program.local_bytes(g), program.tensors[g].dtype) for g in program.gradients.values() if wide]
+        return sum(size * (3 if wide and dtype in HALF else 1) for size, dtype in sizes)
+    total = 0
+    for e in buckets:
+        half = wide and e.dtype in HALF  # added up in float32
+        if e.op == "all_reduce":
+            total += e.nbytes * (3 if half else 1)
+            continue
+        rows = e.nbytes // program.axes[e.axis]
+        if e.once:
+            whole = sum(program.local_bytes(g) // WIDTH[program.tensors[g].dtype] for g in e.tensors) * WIDTH[e.dtype]
+            total += rows + whole * (2 if half else 1)
+        elif wide or not is_sharded(program):
+            total += rows * (2 if half else 1)
+    return total
+
+
+def _buckets(program: Program) -> list[Collective]:
+    return [
+        e for e in program.events() if isinstance(e, Collective) and e.overlapped and e.op in ("all_reduce", "reduce_scatter")
+    ]
+
+
+def _added_up(program: Program) -> bool:
+    """Whether gradients leave the tensors that backward makes."""
+    return program.microbatches > 1 or bool(_buckets(program))
 
 
 def roots(program: Program, ids: Iterable[int]) -> list[int]:
@@ -139,7 +166,7 @@ def static_bytes(program: Program, *, apart: bool = True) -> dict[str, int]:
     for tensor in program.tensors:
         own = tensor.root in (tensor.id, -1) and not tensor.name.startswith(RECEIVED)
         if tensor.kind in STATIC and own and not (tensor.host and apart):
-            found[STATIC[tensor.kind]] += program.local_bytes(tensor.id)
+            found[STATIC[tensor.kind]] += program.held_bytes(tensor.id)
     return found
 
 
@@ -164,13 +191,14 @@ class _Walk:
         self.root = [t.root if t.root >= 0 else t.id for t in tensors]
         self.gradients = set(roots(program, program.gradients.values()))
         self.live: dict[int, int] = {}
-        self.now = {"activations": 0, "gradients": 0}  # missing copies included
+        self.now = dict.fromkeys(MOVING, 0)  # missing copies included
         self.peak = 0
-        self.parts = {"activations": 0, "gradients": 0, "communication": 0}
+        self.parts = dict.fromkeys(MOVING, 0)
         self.place = ""
 
     def run(self) -> None:
         events = list(self.program.events())
+        held = holding(self.program, events, self.backend)
         dying: dict[int, list[int]] = {}
         for storage, at in last_uses(events, self.root, self.gradients - self.kept).items():
             if storage not in self.kept:
@@ -182,13 +210,20 @@ class _Walk:
                 end = -1
             if at in self.spans:
                 end, entry, inside = self.spans[at], dict(self.now), []
+            self._add(held.given.get(at, {}), -1)
+            self._add(held.taken.get(at, {}), 1)
             self._make(event)
-            copies = copies_of(event, self.backend)
+            copies = held.while_running.get(at, 0)
             self._look(self.now, copies, event)
             if end >= 0:
                 inside.append((dict(self.now), copies, event))
             for storage in dying.get(at, ()):
                 self.now[self._kind(storage)] -= self.live.pop(storage, 0)
+            self._add(held.spent.get(at, {}), -1)
+
+    def _add(self, amounts: Mapping[str, int], sign: int) -> None:
+        for kind, size in amounts.items():
+            self.now[kind] += sign * size
 
     def _real(self, event: Event, *, last: bool) -> str:
         """The module's path with every copy counted; `last`: of the middle copies, the one that runs last."""
@@ -207,14 +242,14 @@ class _Walk:
             storage = self.root[i]
             away = self.program.tensors[storage].host and self.backend != "gloo"
             if self.program.tensors[storage].kind not in STATIC and storage not in self.live and not away:
-                self.live[storage] = self.program.local_bytes(storage)
+                self.live[storage] = self.program.held_bytes(storage)
                 self.now[self._kind(storage)] += self.live[storage]
 
     def _look(self, now: Mapping[str, int], copies: int, event: Event, *, last: bool = False) -> None:
         total = sum(now.values()) + copies
         if total > self.peak:
             self.peak, self.place = total, place_of(replace(event, module=self._real(event, last=last)))
-            self.parts = {**now, "communication": copies}
+            self.parts = {**now, "communication": now["communication"] + copies}
 
     def _rest(self, entry: Mapping[str, int], inside: Iterable[tuple[Mapping[str, int], int, Event]]) -> None:
         """The copies that were left out: look at the last of them, and keep what all of them leave behind."""
@@ -236,7 +271,8 @@ def last_uses(events: Iterable[Event], root: list[int], buffered: set[int]) -> d
                 if not (done and root[i] in buffered):
                     last[root[i]] = at
         else:
-            last |= {root[i]: at for i in event.tensors if root[i] not in buffered}
+            packed = event.op == "reduce_scatter" and not event.once  # until then backward's own tensors hold the gradients
+            last |= {root[i]: at for i in event.tensors if packed or root[i] not in buffered}
     return last
 
 

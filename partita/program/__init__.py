@@ -1,7 +1,7 @@
 """The Program: what one rank does in a period, as pure data."""
 
 from partita.program.dims import Dim, Signature
-from partita.program.events import Collective, Compute, Event, Kind, Layout, Partial, Phase, Repeat, Split, Tensor
+from partita.program.events import Collective, Compute, Event, Kind, Layout, Partial, Phase, Repeat, Rows, Split, Tensor
 from partita.program.program import Program
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Phase",
     "Program",
     "Repeat",
+    "Rows",
     "Signature",
     "Split",
     "Tensor",

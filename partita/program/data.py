@@ -7,10 +7,11 @@ Only batch norm and the loss rule look across samples; what else would is refuse
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from partita.errors import Fault, Refused
+from partita.program.buckets import LIMIT
 from partita.program.derivation import Derivation, Move
 from partita.program.events import Collective, Compute, Kind, Phase, Split
 from partita.program.program import Program, before_optimizer
@@ -22,6 +23,8 @@ ADDING = ("mul", "add", "add_")  # what routed samples are weighted and added up
 SELECTING = ("index", "index_put", "index_put_", "nonzero", "masked_select", "masked_scatter", "masked_fill", "masked_fill_")
 COUNTING = ("any", "sum", "count_nonzero")
 COMPARING = ("gt", "eq", "ne", "ge")
+LOOSE = "a call of F.batch_norm outside a batch norm module"
+NORM = "nn.BatchNorm1d, 2d or 3d instead of a call of F.batch_norm"
 LOSS_BYTES = 16  # two float64: the weighted loss and its weight
 
 
@@ -157,6 +160,35 @@ def normalises(program: Program) -> list[str]:
     events = (e for e in program.events() if isinstance(e, Compute) and e.phase == Phase.FORWARD and "batch_norm" in e.op)
     found = (e.module for e in events if e.signature and any(batch & set(e.signature.dims[k]) for k in e.signature.inner))
     return list(dict.fromkeys(found))
+
+
+def loose_norms(program: Program, modules: Container[str], axis: str, who: str) -> list[Fault]:
+    """P116 for what normalises over the batch outside a batch norm module: its statistics cannot be told from others.
+
+    Args:
+        program: Under the axes inside.
+        modules: Paths of the batch norm modules.
+        axis, who: As in `batch_faults`.
+    """
+    loose = [name for name in normalises(program) if name not in modules]
+    return [mixing_fault(axis, who, module, LOOSE, NORM) for module in loose]
+
+
+def module_faults(name: str, modules: Sequence[str]) -> list[Fault]:
+    """P112 unless a data strategy is of the whole model."""
+    if tuple(modules) == ("*",):
+        return []
+    law = "data parallelism is of the whole model: every gradient is summed"
+    cure = "modules = ['*'], or no such key"
+    return [Fault("P112", f"{name} cannot be of some modules: modules = {list(modules)!r}", str(modules), law, cure, "modules")]
+
+
+def bucket_faults(bucket: int) -> list[Fault]:
+    """P112 for a bucket without bytes."""
+    if bucket >= 1:
+        return []
+    cure = f"bucket = {LIMIT}; 1 sends every parameter by itself"
+    return [Fault("P112", f"bucket = {bucket} is out of range", f"bucket = {bucket}", "a bucket has bytes", cure, "bucket")]
 
 
 def mixing_fault(axis: str, who: str, module: str, have: str, cure: str = "compute each sample by itself") -> Fault:

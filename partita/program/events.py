@@ -57,7 +57,20 @@ class Partial:
     op: str = "sum"
 
 
-Layout = Split | Partial | None  # None: replicated
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Each rank of the axis owns consecutive rows of dim 0, ceil(rows / ranks) of them; the last ranks may own fewer, or none.
+
+    Ops of forward and backward see the whole value; the optimizer steps on the rows.
+
+    Args:
+        held: A rank keeps its own rows only; else it keeps all of them.
+    """
+
+    held: bool = True
+
+
+Layout = Split | Partial | None  # of ops; None: replicated
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +85,7 @@ class Tensor:
         kind: What it is.
         name: Parameter, buffer or input name; empty for activations.
         root: Id of the tensor whose storage it views (itself if it owns one).
-        layouts: Axis -> `Split` or `Partial`; an axis that is absent holds it replicated.
+        layouts: Axis -> `Split`, `Partial` or `Rows`; an axis that is absent holds it replicated.
         host: It lives in the host's memory, where that is another than the device's.
     """
 
@@ -83,7 +96,7 @@ class Tensor:
     kind: Kind = Kind.ACTIVATION
     name: str = ""
     root: int = -1
-    layouts: Mapping[str, Split | Partial] = field(default_factory=dict)
+    layouts: Mapping[str, Split | Partial | Rows] = field(default_factory=dict)
     host: bool = False
 
     @property

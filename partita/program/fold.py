@@ -256,6 +256,7 @@ def _pruned(program: Program, prefix: str, gone: set[int]) -> Program:
         classes={name: found & atoms for name, found in program.classes.items() if found & atoms},
         sums=sums,
         loss=names.get(program.loss, -1),
+        runs=tuple(path for path in program.runs if block_number(prefix, path) not in gone),
     )
 
 
@@ -280,4 +281,4 @@ def stretch(program: Program, count: int) -> Program:
         for s in program.segments
     )
     tensors = tuple(replace(t, name=renamed(t.name)) if t.name else t for t in program.tensors)
-    return replace(program, segments=segments, tensors=tensors)
+    return replace(program, segments=segments, tensors=tensors, runs=tuple(map(renamed, program.runs)))

@@ -2,12 +2,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from partita.program.dims import Dim
-from partita.program.events import WIDTH, Collective, Compute, Event, Kind, Phase, Repeat, Split, Tensor
+from partita.program.events import WIDTH, Collective, Compute, Event, Kind, Phase, Repeat, Rows, Split, Tensor
 
 
 class Turn(NamedTuple):
@@ -61,6 +61,7 @@ class Program:
         calls: Path of a module that is called more than once in a forward pass -> how often.
         notes: Things a report should say: opaque ops, modules left whole.
         pipeline: Of the role of a pipeline's rank: how its parts take turns; None where microbatches run one after another.
+        runs: Paths of the numbered modules whose forward runs exactly once, in that order: blocks, and parts of them.
     """
 
     atoms: Mapping[int, int]
@@ -78,6 +79,7 @@ class Program:
     calls: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     pipeline: Pipeline | None = None
+    runs: tuple[str, ...] = ()
 
     # ---- reading
     def events(self) -> Iterator[Event]:
@@ -151,7 +153,7 @@ class Program:
 
     # ---- sizes
     def local_shape(self, tensor: int) -> tuple[int, ...]:
-        """Shape of the part this rank holds, under every axis rewritten so far."""
+        """Shape of this rank's part as ops of forward and backward see it, under every axis rewritten so far."""
         t = self.tensors[tensor]
         shape = list(t.shape)
         for axis, layout in t.layouts.items():
@@ -160,8 +162,26 @@ class Program:
         return tuple(shape)
 
     def local_bytes(self, tensor: int) -> int:
-        """Bytes of the part this rank holds."""
+        """Bytes of the part that ops of forward and backward see."""
         return math.prod(self.local_shape(tensor)) * WIDTH[self.tensors[tensor].dtype]
+
+    def held_bytes(self, tensor: int) -> int:
+        """Bytes that stay on this rank; of rows shared out, what the rank with the most of them holds."""
+        return self._rows_bytes(tensor, lambda rows: rows.held)
+
+    def owned_bytes(self, tensor: int) -> int:
+        """Bytes that the optimizer of this rank steps on; of rows shared out, those of the rank with the most of them."""
+        return self._rows_bytes(tensor, lambda rows: True)
+
+    def _rows_bytes(self, tensor: int, wanted: Callable[[Rows], bool]) -> int:
+        t, shape = self.tensors[tensor], self.local_shape(tensor)
+        if shape:
+            rows = shape[0]
+            for axis, layout in t.layouts.items():
+                if isinstance(layout, Rows) and wanted(layout):
+                    rows = -(-rows // self.axes[axis])
+            shape = (rows, *shape[1:])
+        return math.prod(shape) * WIDTH[t.dtype]
 
     def flop(self) -> int:
         """Flop of this rank in the period."""

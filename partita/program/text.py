@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from partita.program.dims import Signature
-from partita.program.events import Collective, Compute, Event, Kind, Partial, Phase, Repeat, Split, Tensor
+from partita.program.events import Collective, Compute, Event, Kind, Partial, Phase, Repeat, Rows, Split, Tensor
 from partita.program.program import Pipeline, Program, Turn
 
 FORMAT = 2
@@ -29,6 +29,7 @@ def to_json(program: Program) -> str:
         "axes": list(program.axes.items()),
         "notes": program.notes,
         "pipeline": _pipeline_out(program.pipeline),
+        "runs": program.runs,
         **{name: getattr(program, name) for name in PLAIN},
     }
     assert {f.name for f in fields(Program)} <= set(table), "a field of Program is not written"
@@ -65,6 +66,7 @@ def _read(table: Mapping[str, Any]) -> Program:
         axes=dict(_pairs(table["axes"])),
         notes=tuple(table["notes"]),
         pipeline=_pipeline_in(table["pipeline"]),
+        runs=tuple(table["runs"]),
         **{name: table[name] for name in PLAIN},
     )
 
@@ -88,7 +90,7 @@ def _pairs(rows: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
 
 # ---- tensors
 def _tensor_out(t: Tensor) -> list[Any]:
-    layouts = [[axis, x.op if isinstance(x, Partial) else [x.dim, x.atom]] for axis, x in t.layouts.items()]
+    layouts = [[axis, _layout_out(x)] for axis, x in t.layouts.items()]
     row: list[Any] = [t.shape, t.dtype, t.dims, t.kind, t.name, t.root, layouts, [1] if t.host else []]
     while row and row[-1] in ("", []):  # most tensors have neither
         row.pop()
@@ -97,8 +99,20 @@ def _tensor_out(t: Tensor) -> list[Any]:
 
 def _tensor_in(i: int, row: list[Any]) -> Tensor:
     shape, dtype, dims, kind, name, root, layouts, host = [*row, *(None,) * (8 - len(row))]
-    at = {axis: Partial(x) if isinstance(x, str) else Split(*x) for axis, x in layouts or ()}
+    at = {axis: _layout_in(x) for axis, x in layouts or ()}
     return Tensor(i, tuple(shape), dtype, tuple(map(tuple, dims)), Kind(kind), name or "", root, at, bool(host))
+
+
+def _layout_out(x: Split | Partial | Rows) -> Any:
+    if isinstance(x, Rows):
+        return x.held
+    return x.op if isinstance(x, Partial) else [x.dim, x.atom]
+
+
+def _layout_in(x: Any) -> Split | Partial | Rows:
+    if isinstance(x, bool):
+        return Rows(x)
+    return Partial(x) if isinstance(x, str) else Split(*x)
 
 
 # ---- events

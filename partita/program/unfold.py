@@ -4,7 +4,7 @@ import itertools
 from dataclasses import replace
 
 from partita.program.blocks import TOGETHER, renumbered, touched
-from partita.program.events import Compute, Event, Phase, Repeat, Tensor
+from partita.program.events import Collective, Compute, Event, Phase, Repeat, Tensor
 from partita.program.program import Program
 
 
@@ -72,8 +72,7 @@ class _Unfolding:
         segments: list[Repeat] = []
         for s in self.program.segments:
             if not s.block:
-                names = self._outside()
-                segments.append(replace(s, events=tuple(renumbered(e, names) for e in s.events)))
+                segments.append(replace(s, events=tuple(renumbered(e, self._outside(e)) for e in s.events)))
                 continue
             backward = any(e.phase in (Phase.BACKWARD, Phase.RECOMPUTE) for e in s.events)
             order = range(self.count - 1, -1, -1) if backward else range(self.count)
@@ -83,12 +82,20 @@ class _Unfolding:
             for w, g in self.program.gradients.items()
             for k in (range(self.count) if w in self.copy[0] else (None,))
         }
-        names = self._outside()
+        names = self._outside(None)
         tensors = tuple(
             replace(t, root=names.get(t.root, t.root)) if t.id < len(self.program.tensors) and t.id not in self.copy[0] else t
             for t in self.tensors
         )
-        return self._ordered(replace(self.program, tensors=tensors, segments=_joined(segments), gradients=gradients))
+        flat = replace(self.program, tensors=tensors, segments=_joined(segments), gradients=gradients, runs=self._runs())
+        return self._ordered(flat)
+
+    def _runs(self) -> tuple[str, ...]:
+        found: list[str] = []
+        for own, group in itertools.groupby(self.program.runs, key=lambda p: p == self.block or p.startswith(self.block + ".")):
+            paths = list(group)
+            found += [self._renamed(p, k) for k in range(self.count) for p in paths] if own else paths
+        return tuple(found)
 
     def _ordered(self, program: Program) -> Program:
         """Tensors numbered as if captured flat: the copies of a run of the body's tensors follow each other."""
@@ -104,9 +111,14 @@ class _Unfolding:
         segments = tuple(replace(s, events=tuple(renumbered(e, names) for e in s.events)) for s in program.segments)
         return replace(program, tensors=tensors, segments=segments, gradients=dict(gradients), loss=names.get(program.loss, -1))
 
-    def _outside(self) -> dict[int, int]:
-        """What events outside read where they read the body: the last copy's, in backward the first's (it runs last)."""
+    def _outside(self, event: Event | None) -> dict[int, int]:
+        """What events outside read where they read the body: the last copy's, in backward the first's (it runs last).
+
+        A gather in backward is asked for by the block above, the last one, and so is of the last copy's parameters.
+        """
         last = self.copy[-1]
+        if isinstance(event, Collective) and event.op == "all_gather" and event.phase == Phase.BACKWARD:
+            return last
         return {i: i if phase == Phase.BACKWARD else last[i] for i, phase in self.made.items()}
 
 

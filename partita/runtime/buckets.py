@@ -8,7 +8,7 @@ types are accumulated over microbatches in float32. A parameter without a gradie
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +79,11 @@ class Buckets:
 
         self.hooks = [p.register_post_accumulate_grad_hook(ready) for b in self.buckets for p in b.parameters]
 
+    @property
+    def ids(self) -> set[int]:
+        """id() of the parameters."""
+        return set(self.where)
+
     def begin(self) -> None:
         """Before the first microbatch of a step."""
         self.seen, self.works, self.last = set(), [], False
@@ -87,6 +92,12 @@ class Buckets:
             bucket.home.zero_()
             for p, home in zip(bucket.parameters, bucket.homes, strict=True):
                 p.grad = home if home.dtype == p.dtype else None
+
+    def start(self) -> None:
+        """Before each microbatch."""
+
+    def end(self, *, idle: bool) -> None:
+        """After each microbatch."""
 
     def ready(self, parameter: Tensor) -> None:
         """A microbatch has added to the gradient of a parameter."""
@@ -126,11 +137,7 @@ class Buckets:
     def _expect_all(self) -> None:
         missing = [n for b in self.buckets for n, p in zip(b.names, b.parameters, strict=True) if id(p) not in self.seen]
         if missing:
-            raise RunFailed(
-                f"parameter {missing[0]!r} got no gradient on rank {self.net.rank} in this step, though it had one when the "
-                f"module was captured ({len(missing)} such): its path through the module depends on the data\n"
-                "  try    a first batch that shows it, or a module whose path is fixed"
-            )
+            raise missing_gradient(missing[0], self.net.rank, len(missing))
 
     def settle(self) -> None:
         """Hand the gradients to the parameters."""
@@ -153,17 +160,38 @@ class Buckets:
                 p.grad = None
 
 
+def missing_gradient(name: str, rank: int, count: int = 1) -> RunFailed:
+    """A parameter that was to get a gradient and got none."""
+    return RunFailed(
+        f"parameter {name!r} got no gradient on rank {rank} in this step, though it had one when the "
+        f"module was captured ({count} such): its path through the module depends on the data\n"
+        "  try    a first batch that shows it, or a module whose path is fixed"
+    )
+
+
 def reduce_again(
     net: Net,
     axis: str,
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, Tensor],
     names: Sequence[Sequence[str]],
     dtype: torch.dtype | None = None,
+    room: Callable[[str], int] | None = None,
 ) -> None:
-    """Sum gradients over one more data axis, bucket by bucket, after the first has finished; in `dtype`, or their own."""
+    """Sum gradients over one more axis, bucket by bucket, after the first has finished; in `dtype`, or their own.
+
+    Args:
+        net, axis: Where.
+        parameters: What the gradients are of, by name.
+        names: Per bucket.
+        dtype: They are summed in; None means their own.
+        room: Elements sent for one: more than it has where another rank owns more rows of it.
+    """
     for some in names:
-        grads = [g for n in some if (g := parameters[n].grad) is not None]
-        flat = torch.cat([g.reshape(-1).to(dtype or g.dtype) for g in grads])
+        grads = {n: g for n in some if (g := parameters[n].grad) is not None}
+        sizes = [room(n) if room else g.numel() for n, g in grads.items()]
+        flat = torch.zeros(sum(sizes), dtype=dtype or next(iter(grads.values())).dtype, device=net.device)
+        for grad, piece in zip(grads.values(), flat.split(sizes), strict=True):
+            piece[: grad.numel()].copy_(grad.reshape(-1))
         net.all_reduce(flat, axis, label=some[-1])
-        for grad, piece in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(piece.view(grad.shape))
+        for grad, piece in zip(grads.values(), flat.split(sizes), strict=True):
+            grad.copy_(piece[: grad.numel()].view(grad.shape))

@@ -213,8 +213,13 @@ class _Step:
             dynamic=self.kind == "real" or bool(tape.steered),
             calls={name: n for name, n in tape.where.calls.items() if n > 1},
             notes=tuple(self.notes + self._notes()),
+            runs=self._runs(),
         )
         return replace(flat, classes=classes_of(flat, self.subject.hints))
+
+    def _runs(self) -> tuple[str, ...]:
+        ran = self.where.calls if self.where else {}
+        return tuple(path for path, times in ran.items() if times == 1 and path.rpartition(".")[2].isdigit())
 
     def _notes(self) -> list[str]:
         tape, found = self.tape, []

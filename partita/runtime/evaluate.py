@@ -50,6 +50,7 @@ def evaluate(site: Site, rule: Rule, batches: Callable[[int], Batch], count: int
             loss = joined(rule, total, weight, read) / (count if rule.kind == "sum" else 1)
             return site.pipe.share_loss(loss) if site.pipe is not None else loss
     finally:
+        site.rest()
         for m, training in modes:
             m.training = training
         with torch.no_grad():

@@ -72,7 +72,9 @@ class _Run:
         module = self.subject.make().to(net.device)
         self.step = prepare(net, self.subject, module, self.feed(0), strategies, program, training)
         self.site = self.step.site
-        self.optimizer = self.site.stepping(self.site.optimizer())
+        optimizer = self.site.optimizer()
+        self.site.adopt(optimizer)
+        self.optimizer = self.site.stepping(optimizer)
         self.rate = Rate(self.optimizer, training.schedule, training.warmup, training.horizon)
         self.first = self._filled()
         self.saver = Saver(net)
@@ -168,7 +170,7 @@ class _Run:
         if (
             norm is None and net.rank == 0 and not self.site.placements and not self.site.apart
         ):  # nothing is cut: it can be had without a message
-            norm = float(global_norm(net, self.step.parameters, {}))
+            norm = float(global_norm(net, self.step.pieces, {}))
         self.norms.append(norm)
         sent = [e.json() for e in net.ledger[at:]]
         del net.ledger[at:]

@@ -174,6 +174,22 @@ class Net:
             dist.reduce_scatter_single(out, whole, group=self.group(axis))
         return out.movedim(0, dim)
 
+    def all_gather_into(
+        self, out: Tensor, mine: Tensor, axis: str, *, label: str = "", overlapped: bool = False
+    ) -> Work | None:
+        """Fill `out`, on an axis of several ranks, with the ranks' tensors one after another; both are one block of memory."""
+        with self._call("all_gather", axis, out.nbytes, out.dtype, label) as what:
+            work = dist.all_gather_single(out, mine, self.group(axis), async_op=overlapped)
+            return Work(work, self.notes, what) if overlapped else None
+
+    def reduce_scatter_into(
+        self, out: Tensor, whole: Tensor, axis: str, *, label: str = "", overlapped: bool = False
+    ) -> Work | None:
+        """Fill `out`, on an axis of several ranks, with this rank's block of the sum of the ranks' `whole`, each one block."""
+        with self._call("reduce_scatter", axis, whole.nbytes, whole.dtype, label) as what:
+            work = dist.reduce_scatter_single(out, whole, group=self.group(axis), async_op=overlapped)
+            return Work(work, self.notes, what) if overlapped else None
+
     def all_to_all(self, tensor: Tensor, axis: str, *, cut: int = 0, join: int = 0, label: str = "") -> Tensor:
         """Cut the tensor along dim `cut`, give each rank its piece, and join the pieces received along dim `join`."""
         size = self.size(axis)

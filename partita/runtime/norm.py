@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from partita.errors import Fault
 from partita.runtime.net import Net
@@ -36,7 +36,7 @@ def clip_faults(clip: tuple[float, float] | None) -> list[Fault]:
 
 def global_norm(
     net: Net,
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, Tensor],
     placements: Mapping[str, Sequence[tuple[str, int, object]]],
     p: float = 2.0,
     *,
@@ -46,7 +46,7 @@ def global_norm(
 
     Args:
         net: The network; one all_reduce of 8 bytes per axis that cuts a parameter.
-        parameters: This rank's, by name; those without a gradient count nothing.
+        parameters: What this rank steps on, by name; those without a gradient count nothing.
         placements: How each is cut.
         p: Above 0; may be infinite.
         apart: Axes along which ranks hold other parameters, each counted where it is given.
@@ -68,7 +68,7 @@ def global_norm(
 
 def _powers(grads: list[Tensor], p: float, device: torch.device) -> Tensor:
     """Σ |g|^p, or the largest |g|, in float64."""
-    grads = [_plain(g) for g in grads]
+    grads = [_plain(g) for g in grads if g.numel()]
     total = torch.zeros((), dtype=torch.float64, device=device)
     for dtype in dict.fromkeys(g.dtype for g in grads):
         wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
@@ -84,7 +84,7 @@ def _plain(grad: Tensor) -> Tensor:
     return grad.abs() if grad.is_complex() else grad
 
 
-def clip(parameters: Iterable[nn.Parameter], norm: Tensor, largest: float) -> None:
+def clip(parameters: Iterable[Tensor], norm: Tensor, largest: float) -> None:
     """Scale the gradients so that their norm is at most `largest`, as torch does it."""
     grads = [p.grad for p in parameters if p.grad is not None]
     factor = (largest / (norm + EPS)).clamp(max=1.0)

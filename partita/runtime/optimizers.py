@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn, optim
 
 from partita.errors import Fault
+from partita.runtime.cuts import Cut, Spans, spans_of
 from partita.runtime.look import copied
 from partita.runtime.master import Mastered
-from partita.runtime.state import Cut, part, spans_of
+from partita.runtime.state import part
 from partita.runtime.subject import Subject
 
 # Torch's own optimizers that treat elements alone; exact types, for a subclass may do anything.
@@ -54,21 +55,18 @@ def treats_elements_alone(optimizer: optim.Optimizer) -> bool:
     return type(inner) in ALONE and not hooks
 
 
-def element_faults(
-    subject: Subject, whole: nn.Module, rank: nn.Module, placements: Mapping[str, Sequence[Cut]], axis: str
-) -> list[Fault]:
+def element_faults(subject: Subject, whole: nn.Module, placements: Mapping[str, Sequence[Cut]], axis: str) -> list[Fault]:
     """P116 if an optimizer's step on a rank is not the rank's part of its step on the whole.
 
     Args:
         subject: Whose optimizer it is.
         whole: The module before it was cut; it is changed.
-        rank: This rank's part of it; it is not changed.
         placements: How each parameter is cut.
         axis: That cuts them.
     """
     shapes = {name: tuple(p.shape) for name, p in whole.named_parameters()}
     spans = {name: spans_of(shape, placements.get(name, ())) for name, shape in shapes.items()}
-    mine = copied(rank)
+    mine = _parts(copied(whole), spans)
     with torch.random.fork_rng(devices=[]):
         for module, cut in ((whole, False), (mine, True)):
             torch.manual_seed(0)
@@ -84,6 +82,16 @@ def element_faults(
         if not _close(part(p.detach(), spans[name]), held[name].detach()):
             return [_across(type(optimizer).__name__, name, axis)]
     return []
+
+
+def _parts(module: nn.Module, spans: Mapping[str, Spans]) -> nn.Module:
+    """The module with a rank's parts in place of its parameters, ties kept."""
+    named = dict(module.named_parameters())
+    made = {id(p): nn.Parameter(part(p.detach(), spans[n]).clone(), p.requires_grad) for n, p in named.items()}
+    for owner in module.modules():
+        for name, p in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            owner.register_parameter(name, made[id(p)])
+    return module
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

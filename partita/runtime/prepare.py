@@ -23,7 +23,7 @@ from partita.runtime.site import Site
 from partita.runtime.step import Step
 from partita.runtime.subject import Subject
 from partita.runtime.training import Training
-from partita.strategy import Place, Strategy
+from partita.strategy import Strategy
 
 
 def prepare(
@@ -67,11 +67,11 @@ def prepare(
     same_batch(net, batch)
     decision = decide(net, subject, module, batch, samples, rows(program))
     site = Site(module, net, subject, program, samples // training.microbatches, seed=training.seed)
-    cuts = [a for s in strategies if s.place == Place.TENSOR for a in s.axes if net.size(a) > 1]
-    whole = copied(module) if cuts and not treats_elements_alone(optimizer) else None
+    whole = copied(module) if net.ranks > 1 and not treats_elements_alone(optimizer) else None
     site.apply(strategies)
     if whole is not None and site.placements:
-        refuse(agreed(net, element_faults(subject, whole, module, site.placements, cuts[0])))
+        axis = next(axis for cuts in site.placements.values() for axis, _, _ in cuts)
+        refuse(agreed(net, element_faults(subject, whole, site.placements, axis)))
     refuse(divides(samples, site.data_ranks, training.microbatches))
     rule = decision.rule_for(site.data_ranks, training.microbatches)
     torch.manual_seed(training.seed)

@@ -265,11 +265,12 @@ def install(
 
     def evaluation() -> Script:
         _, script = written(replace(subject, make=lambda: subject.make().eval()), None)
-        rehearse(Replay(axis, script), subject, module)
+        rehearse(Replay(axis, script), subject, spare)
         return script
 
     captured, script = written(subject, stream)
     placements = cut(module, rewrite(captured.program, captured.derivation), derivation.axis, coordinate)
+    spare = twin_of(module).eval()  # the module itself may be one that cannot be copied by the time it is evaluated
     replay = Replay(axis, script, module, evaluation)
     rehearse(replay, subject, module)
     if captured.program.dynamic and placements:

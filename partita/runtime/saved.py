@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from partita.runtime.checkpoint import Placement, Saver, load, peek, steps
+from partita.runtime.cuts import Cut
 from partita.runtime.index import Index
 from partita.runtime.net import Net
-from partita.runtime.site import Cut, Site
+from partita.runtime.site import Site
 from partita.runtime.state import cuts_of, gather, gather_held, optimizer_state
 from partita.runtime.weights import fill
 
@@ -42,10 +43,10 @@ def _kept_of(
     site: Site, optimizer: torch.optim.Optimizer, step: int
 ) -> tuple[dict[str, Tensor], dict[str, Placement], dict[str, Any]]:
     """What a checkpoint holds: tensors, how they are cut, and the rest as JSON."""
-    tensors = {f"model/{name}": t for name, t in _tensors(site.module).items()}
+    tensors = {f"model/{name}": t for name, t in _tensors(site).items()}
     placements: dict[str, Placement] = {f"model/{name}": cuts for name, cuts in site.placements.items()}
     plain: dict[str, Any] = {}
-    for name, key, value, p in _kept(site.module, optimizer):
+    for name, key, value, p in _kept(site, optimizer):
         if isinstance(value, Tensor):
             tensors[f"optimizer/{name}/{key}"] = value
             placements[f"optimizer/{name}/{key}"] = list(cuts_of(site.placements, name, value, p))
@@ -73,13 +74,15 @@ def resume(site: Site, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     draws = _random_wanted(site.net, found)
     wanted |= {name: (t, ()) for name, t in draws.values()}
     extra = load(found.folder, wanted, site.net, spare=("random/",))
-    named = dict(site.module.named_parameters())
+    named = site.pieces
     for (name, key), (t, _) in state.items():
         optimizer.state[named[name]][key] = t
     for full, value in extra["optimizer"].items():
         name, _, key = full.rpartition("/")
         if name in named:  # of this rank's stages
             optimizer.state[named[name]][key] = value
+    with site.net.quiet():
+        site.refresh()
     _set_random_state(site.net, {kind: t for kind, (_, t) in draws.items()}, extra["python"])
     return int(extra["step"])
 
@@ -88,20 +91,20 @@ def start(site: Site, file: Path) -> None:
     """Fill parameters and buffers from a file of the whole model; all ranks call it."""
     wanted = {name: pair for name, pair in _model(site).items() if name not in site.transient}
     fill(file, wanted, site.shapes, site.tied, site.net)
+    with site.net.quiet():
+        site.refresh()
 
 
 def _model(site: Site) -> dict[str, tuple[Tensor, Placement]]:
     """Parameters and buffers: name -> (this rank's part, how it is cut)."""
-    return {name: (t, site.placements.get(name, ())) for name, t in _tensors(site.module).items()}
+    return {name: (t, site.placements.get(name, ())) for name, t in _tensors(site).items()}
 
 
 def _optimizer_state(
     site: Site, optimizer: torch.optim.Optimizer, found: Index
 ) -> dict[tuple[str, str], tuple[Tensor, Sequence[Cut]]]:
     """Room for what the checkpoint's optimizer kept of this rank's parameters: (parameter, key) -> (tensor, how it is cut)."""
-    named = {
-        n: p for n, p in site.module.named_parameters() if any(p is q for g in optimizer.param_groups for q in g["params"])
-    }
+    named = {n: p for n, p in site.pieces.items() if any(p is q for g in optimizer.param_groups for q in g["params"])}
     room: dict[tuple[str, str], tuple[Tensor, Sequence[Cut]]] = {}
     for full, stored in ((name, found.find(name)) for name in found.names):
         name, _, key = full.removeprefix("optimizer/").rpartition("/")
@@ -144,15 +147,15 @@ def _set_random_state(net: Net, states: Mapping[str, Tensor], python: Sequence[A
     random.setstate((version, tuple(numbers), gauss))
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each once, buffers outside the state dict included."""
-    return {name: t.detach() for name, t in (*module.named_parameters(), *module.named_buffers())}
+def _tensors(site: Site) -> dict[str, Tensor]:
+    """This rank's parts of parameters and buffers by name, each once, buffers outside the state dict included."""
+    return {name: t.detach() for name, t in (*site.pieces.items(), *site.module.named_buffers())}
 
 
-def _kept(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, str, Any, Tensor]]:
-    """(parameter name, key, value, parameter) of everything an optimizer keeps."""
-    named = dict(module.named_parameters())
-    return [(name, key, value, named[name]) for (name, key), value in optimizer_state(module, optimizer).items()]
+def _kept(site: Site, optimizer: torch.optim.Optimizer) -> list[tuple[str, str, Any, Tensor]]:
+    """(parameter name, key, value, this rank's part of the parameter) of everything an optimizer keeps."""
+    named = site.pieces
+    return [(name, key, value, named[name]) for (name, key), value in optimizer_state(named, optimizer).items()]
 
 
 # ---------------------------------------------------------------- whole tensors
@@ -182,12 +185,14 @@ def _dense(t: Tensor) -> Tensor:
 def whole_state(site: Site) -> dict[str, Tensor]:
     """The state dict of one device, tied names both, and the buffers outside it."""
     if site.pipe is not None:
-        held = _tensors(site.module)
+        held = _tensors(site)
         found = {name: _held(site, name, held.get(name)) for name in dict.fromkeys(site.keys.values())}
         return {key: found[name] for key, name in site.keys.items()}
+    site.rest()
     names = {id(p): n for n, p in site.module.named_parameters()}
     kept = site.module.state_dict(keep_vars=True)
     kept |= {name: b for name, b in site.module.named_buffers() if name not in kept}
+    pieces = site.pieces
     whole: dict[str, Tensor] = {}
     for key, value in kept.items():
         if isinstance(value, Tensor):
@@ -195,7 +200,9 @@ def whole_state(site: Site) -> dict[str, Tensor]:
             whole[key] = (
                 whole[name]
                 if name in whole
-                else gather(site.net, value, site.shapes.get(name, value.shape), site.placements.get(name, ()))
+                else gather(
+                    site.net, pieces.get(name, value), site.shapes.get(name, value.shape), site.placements.get(name, ())
+                )
             )
     return whole
 
@@ -208,7 +215,7 @@ def whole_gradients(site: Site) -> dict[str, Tensor]:
         return {name: _held(site, name, grads.get(name)) for name in site.shapes if name in listed}
     return {
         name: gather(site.net, p.grad, site.shapes[name], site.placements.get(name, ()))
-        for name, p in site.module.named_parameters()
+        for name, p in site.pieces.items()
         if p.grad is not None
     }
 
@@ -218,7 +225,7 @@ def whole_optimizer(site: Site, optimizer: torch.optim.Optimizer) -> dict[str, T
     whole = {}
     if site.pipe is not None:
         return _whole_optimizer_of_stages(site, optimizer)
-    for name, key, value, p in _kept(site.module, optimizer):
+    for name, key, value, p in _kept(site, optimizer):
         if isinstance(value, Tensor):
             cuts = cuts_of(site.placements, name, value, p)
             whole[f"{name}/{key}"] = gather(site.net, value, site.shapes[name] if cuts else tuple(value.shape), cuts)
@@ -236,7 +243,7 @@ def _whole_optimizer_of_stages(site: Site, optimizer: torch.optim.Optimizer) -> 
     """`whole_optimizer`, where ranks hold different parameters."""
     assert site.pipe is not None, "ranks hold different stages"
     mine: dict[str, tuple[Tensor, str, bool]] = {}
-    for name, key, value, p in _kept(site.module, optimizer):
+    for name, key, value, p in _kept(site, optimizer):
         if isinstance(value, Tensor) and site.pipe.owns(name):
             mine[f"{name}/{key}"] = value, name, bool(cuts_of(site.placements, name, value, p)) or value.shape == p.shape
     told = [{k: [name, like, list(t.shape), str(t.dtype)] for k, (t, name, like) in mine.items()}]

@@ -109,7 +109,7 @@ class Session:
         site = step.site
         assert model is site.module, "a session trains the model it wrapped"
         site.subject = replace(site.subject, loss=form.loss(loss_fn, batch))
-        kept = {p: p.grad.clone() for p in step.parameters.values() if p.grad is not None}
+        kept = {p: p.grad.clone() for p in step.pieces.values() if p.grad is not None}
         for p in kept:
             p.grad = None
         first, size = step.shares[0].first, samples_of(local) or 0
@@ -128,11 +128,13 @@ class Session:
         """Clip the norm of all gradients of the whole model; returns it as it was before."""
         refuse(clip_faults((max_norm, norm_type)))
         if self._step is None:
-            norm = global_norm(self.net, dict(model.named_parameters()), {}, norm_type)
+            held: dict[str, Tensor] = dict(model.named_parameters())
+            norm = global_norm(self.net, held, {}, norm_type)
         else:
             site = self._step.site
+            held = site.pieces
             norm = global_norm(self.net, self._step.counted(), site.placements, norm_type, apart=site.apart)
-        clip(model.parameters(), norm, max_norm)
+        clip(held.values(), norm, max_norm)
         return norm
 
     # ---- what a story may want besides
@@ -183,10 +185,7 @@ class Session:
         refuse(check(program, self.strategies, self.net.mesh))
         before = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
         step = prepare(self.net, subject, model, whole, self.strategies, program, self.training)
-        after = dict(model.named_parameters(remove_duplicate=False))
-        for group in self._optimizer.param_groups:
-            held = [p for p in group["params"] if before.get(id(p)) in after or id(p) not in before]  # of this rank's stages
-            group["params"] = [after[before[id(p)]] if id(p) in before else p for p in held]
+        step.site.adopt(self._optimizer, before)
         if self._resumed is not None:
             saved.resume(step.site, self._optimizer, self._resumed)
         stepping = step.site.stepping(self._optimizer)

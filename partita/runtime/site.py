@@ -8,9 +8,9 @@ A strategy calls verbs; none of them sends anything that belongs to a step. What
 one normative order.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,22 +18,44 @@ from torch import Tensor, nn
 from partita.errors import Fault, refuse
 from partita.mesh import Mesh
 from partita.program import Kind, Program
+from partita.program.buckets import cut_buckets
+from partita.program.events import WIDTH
+from partita.program.sharding import by_dtype, own, padded
 from partita.program.split import Derivation
 from partita.runtime.batch import Share
 from partita.runtime.batch_norm import GlobalStatistics, norms
+from partita.runtime.cuts import Cut, slice_of, spans_of
+from partita.runtime.fully import Fully
 from partita.runtime.net import Net
 from partita.runtime.offload import Offloaded
 from partita.runtime.pipeline import Pipe
 from partita.runtime.random import Stream, draws, rows
 from partita.runtime.recompute import recomputed
 from partita.runtime.replay import Axis, Replay, hear_whole, install
+from partita.runtime.rows import piece_of
+from partita.runtime.scatter import Gathering
 from partita.runtime.stages import Staged, keep_stage, plain_script
 from partita.runtime.steps import Script
 from partita.runtime.subject import Subject
 from partita.strategy import Pipelined, Place, Strategy, inside, pipeline_of
 
-Ranges = tuple[tuple[int, int], ...]
-Cut = tuple[str, int, Ranges]  # axis, dim, (start, length) of the whole dim that this rank holds
+
+@dataclass(frozen=True)
+class Reduction:
+    """Gradients summed over a data axis.
+
+    Args:
+        axis: Of the data.
+        buckets: Names of parameters, in launch order.
+        dtype: They are summed in; None means their own.
+        scattered: "" leaves the sums on every rank; "last" leaves a rank its rows of them, sent with the last microbatch;
+            "every" sends with every microbatch.
+    """
+
+    axis: str
+    buckets: list[list[str]]
+    dtype: torch.dtype | None
+    scattered: str = ""
 
 
 def data_axes_of(strategies: Sequence[Strategy], mesh: Mesh) -> list[str]:
@@ -75,6 +97,10 @@ def _whole_model(axis: str, size: int) -> Fault:
     )
 
 
+def _reduction(axis: str, buckets: Sequence[Sequence[str]], dtype: str | None) -> Reduction:
+    return Reduction(axis, [list(b) for b in buckets if b], getattr(torch, dtype) if dtype else None)
+
+
 class Site:
     """One rank's part of a training run.
 
@@ -95,7 +121,7 @@ class Site:
         self.dtypes = {name: t.dtype for name, t in (*module.named_parameters(), *module.named_buffers())}
         self.placements: dict[str, list[Cut]] = {}
         self.data_axes: list[str] = []
-        self.reductions: list[tuple[str, list[list[str]], torch.dtype | None]] = []
+        self.reductions: list[Reduction] = []
         self.late: list[tuple[str, tuple[str, ...]]] = []  # axis, parameters whose gradients are summed over it once a step
         self.stream = Stream(seed, rows(program)) if draws(program) else None
         self.pipe: Pipe | None = None
@@ -104,6 +130,10 @@ class Site:
         self._statistics: list[str] = []
         self._offloaded: set[str] = set()
         self._regions: list[str] = []  # modules that are computed again
+        self._pieces: dict[str, Tensor] = {}
+        self._rooms: dict[str, int] = {}  # elements of a piece on the rank with the most of them
+        self._gathering: Gathering | None = None
+        self.fully: Fully | None = None  # parameters held by rows
         self._gradients = {program.tensors[p].name for p in program.gradients}
 
     # ---- what the whole module said of itself
@@ -125,6 +155,20 @@ class Site:
         """Whether a parameter got a gradient when the step was captured."""
         return name in self._gradients
 
+    def batch_norms(self) -> set[str]:
+        """Paths of the batch norm modules."""
+        return {name for name, m in self.module.named_modules() if any(c.__name__ == "_BatchNorm" for c in type(m).__mro__)}
+
+    def buckets(self, limit: int) -> list[list[str]]:
+        """The buckets of the gradients of this rank's parameters: names, in launch order."""
+        dtype = self.program.reduce_dtype
+        entries = [
+            (name, self.room(name) * WIDTH[dtype or self.dtype(p)], dtype or self.dtype(p))
+            for name, p in self.module.named_parameters()
+            if p.requires_grad and self.has_gradient(name)
+        ]
+        return cut_buckets(entries, limit=limit)
+
     # ---- what a strategy may do
     def share_batch(self, axis: str) -> None:
         """A data axis: this rank takes its part of every batch."""
@@ -140,7 +184,65 @@ class Site:
             dtype: What they are summed in; None means their own.
         """
         if self.net.size(axis) > 1:
-            self.reductions.append((axis, [list(b) for b in buckets if b], getattr(torch, dtype) if dtype else None))
+            self.reductions.append(_reduction(axis, buckets, dtype))
+
+    def scatter_gradients(self, axis: str, buckets: Sequence[Sequence[str]], dtype: str | None = None, *, every: bool) -> None:
+        """Sum gradients over the axis and step on this rank's rows of them; parameters are gathered after the step.
+
+        Args:
+            axis, buckets, dtype: As in `average_gradients`.
+            every: They are sent with every microbatch, and whole gradients are not kept.
+        """
+        if self.net.size(axis) == 1:
+            return
+        found = replace(_reduction(axis, buckets, dtype), scattered="every" if every else "last")
+        self.reductions.append(found)
+        size, at = self.net.size(axis), self.net.coordinate[axis]
+        named = dict(self.module.named_parameters())
+        for name in (n for b in found.buckets for n in b):
+            p = named[name]
+            self._pieces[name] = piece_of(p.detach(), size, at)
+            self._share_rows(name, axis, p.shape)
+        groups = by_dtype(found.buckets, lambda n: named[n].dtype)
+        self._gathering = Gathering(self.net, axis, named, self._pieces, groups)
+
+    def shard_parameters(
+        self,
+        axis: str,
+        units: Sequence[tuple[str, Sequence[str]]],
+        dtype: str | None = None,
+        *,
+        reshard: bool = True,
+        replicate: str | None = None,
+    ) -> None:
+        """Hold rows of every parameter, and gather a unit's parameters where they are used.
+
+        Args:
+            axis: Over which rows are shared out.
+            units: (path of a module, names of its parameters), the root ("") last.
+            dtype: Gradients are summed in; None means their own.
+            reshard: Blocks let go of whole parameters after forward.
+            replicate: A further data axis, whose ranks hold the same rows.
+        """
+        if self.net.size(axis) == 1:
+            return
+        copies = replicate if replicate is not None and self.net.size(replicate) > 1 else None
+        for name, p in self.module.named_parameters():
+            self._share_rows(name, axis, p.shape)
+        kind = getattr(torch, dtype) if dtype else None
+        self.fully = Fully(self.module, self.net, axis, units, kind, reshard=reshard, replicate=copies)
+        self._pieces.update(self.fully.pieces)
+        learned = [n for _, names in units for n in names if self.has_gradient(n)]
+        self.reductions.append(replace(_reduction(axis, [learned], dtype), scattered="every"))
+
+    def _share_rows(self, name: str, axis: str, shape: Sequence[int]) -> None:
+        """Note which rows of the whole this rank owns, of the part of this shape that it holds under the axes inside."""
+        size = self.net.size(axis)
+        self._rooms[name] = padded(shape, size) // size
+        if shape:
+            held = spans_of(self.shapes[name], self.placements.get(name, ()))[0]
+            mine = slice_of(held, *own(shape[0], size, self.net.coordinate[axis]))
+            self.placements.setdefault(name, []).append((axis, 0, mine))
 
     def synchronise_batch_norm(self, axis: str) -> None:
         """Batch norms use the statistics of the whole batch over the axis."""
@@ -223,12 +325,48 @@ class Site:
         """A new optimizer of what this rank holds, as the subject makes it."""
         return self._optimizer or self.subject.optimizer(self.module)
 
+    # ---- what the optimizer uses
+    @property
+    def pieces(self) -> dict[str, Tensor]:
+        """What this rank's optimizer steps on, by the name of the parameter: the parameter, or its own rows of it."""
+        return {name: self._pieces.get(name, p) for name, p in self.module.named_parameters()}
+
+    def room(self, name: str) -> int:
+        """Elements of a piece on the rank that owns the most rows of it."""
+        return self._rooms[name] if name in self._rooms else self.module.get_parameter(name).numel()
+
+    def adopt(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None = None) -> None:
+        """Make an optimizer step on this rank's pieces, and gather the parameters after each of its steps.
+
+        Args:
+            optimizer: Made over the module's parameters.
+            names: id() of the parameters it was made over -> their names; None: those the module has now.
+        """
+        known = names or {id(p): name for name, p in self.module.named_parameters(remove_duplicate=False)}
+        first = {id(p): name for name, p in self.module.named_parameters()}
+        pieces = {name: self.pieces[first[id(p)]] for name, p in self.module.named_parameters(remove_duplicate=False)}
+        for group in optimizer.param_groups:
+            held = [p for p in group["params"] if id(p) not in known or known[id(p)] in pieces]  # of this rank's stages
+            group["params"] = [pieces[known[id(p)]] if id(p) in known else p for p in held]
+        optimizer.register_step_post_hook(lambda *_: self.refresh())
+
+    def refresh(self) -> None:
+        """Fill the parameters from the ranks' pieces."""
+        if self._gathering is not None:
+            self._gathering.run()
+        self.rest()
+
+    def rest(self) -> None:
+        """Let go of whole parameters that were gathered: the module then has what this rank holds."""
+        if self.fully is not None:
+            self.fully.rest()
+
     # ---- what the step uses
     def stepping(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer as the strategies want it to step; made over this rank's parameters."""
         if not self._offloaded:
             return optimizer
-        return Offloaded(optimizer, [p for name, p in self.module.named_parameters() if name in self._offloaded])
+        return Offloaded(optimizer, [p for name, p in self.pieces.items() if name in self._offloaded])
 
     @property
     def data_ranks(self) -> int:
@@ -244,6 +382,11 @@ class Site:
     def apart(self) -> list[str]:
         """Axes along which ranks hold other parameters."""
         return [self.pipe.axis] if self.pipe is not None else []
+
+    @property
+    def talks(self) -> bool:
+        """Whether forward and backward talk over a tensor axis."""
+        return bool(self._replays)
 
     @property
     def mixes(self) -> bool:

@@ -8,31 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from partita.runtime.cuts import Cut, Ranges, Spans, spans_of
 from partita.runtime.net import Net
-from partita.runtime.site import Cut, Ranges
-
-Spans = list[Ranges]  # per dim
-
-
-def intersect(a: Ranges, b: Ranges) -> Ranges:
-    """The indices in both, as ascending ranges."""
-    found = []
-    for s, n in a:
-        for t, m in b:
-            start, end = max(s, t), min(s + n, t + m)
-            if start < end:
-                found.append((start, end - start))
-    return tuple(sorted(found))
-
-
-def spans_of(shape: Sequence[int], cuts: Sequence[Cut]) -> Spans:
-    """What a rank holds of a tensor of whole `shape`, per dim."""
-    spans: Spans = [((0, n),) for n in shape]
-    for _, dim, ranges in cuts:
-        spans[dim] = intersect(spans[dim], tuple(tuple(r) for r in ranges))  # type: ignore[misc]
-    return spans
 
 
 def indices(spans: Ranges) -> Tensor:
@@ -101,9 +80,9 @@ def gather_held(
     return whole
 
 
-def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], Any]:
-    """(parameter name, key) -> what the optimizer keeps."""
-    names = {id(p): n for n, p in module.named_parameters()}
+def optimizer_state(pieces: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], Any]:
+    """(parameter name, key) -> what the optimizer keeps of this rank's pieces."""
+    names = {id(p): n for n, p in pieces.items()}
     return {(names[id(p)], key): value for p, kept in optimizer.state.items() if id(p) in names for key, value in kept.items()}
 
 

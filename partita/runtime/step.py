@@ -1,10 +1,11 @@
 """One optimizer step of a rank. What it sends, and in which order, is what strategies say:
 
 1  per microbatch: forward, backward, with the tensor axes' own collectives
-2  with the last one: the buckets of the data axes, launched by hooks; then the late gradients of tensor axes
+2  with the last one (or with each, where rows are added up): the buckets of the data axes, launched by hooks; then the late
+   gradients of tensor axes
 3  per data axis: who has a gradient (only if control flow depends on data), then 16 bytes of loss and weight
 4  with clipping: 8 bytes per axis that cuts a parameter
-5  the optimizer
+5  the optimizer; then, where it stepped on rows, the parameters are gathered
 """
 
 import math
@@ -19,11 +20,13 @@ from partita.errors import Fault, PartitaError, Refused, RunFailed
 from partita.runtime.batch import Batch, shares, taken
 from partita.runtime.buckets import HALF, Buckets, reduce_again
 from partita.runtime.buffers import Keeper
+from partita.runtime.fully import Rowed
 from partita.runtime.loss import READ, Part, Rule, divisor, heard, joined, part_of
 from partita.runtime.loss_terms import Counts, Term
 from partita.runtime.marks import Marks
 from partita.runtime.norm import clip, global_norm
 from partita.runtime.pipeline import Values
+from partita.runtime.scatter import Scattered
 from partita.runtime.site import Site
 
 
@@ -59,6 +62,7 @@ class Step:
     ) -> None:
         self.site, self.rule, self.samples, self.microbatches, self.clipping = site, rule, samples, microbatches, clip
         self.parameters = {n: p for n, p in site.module.named_parameters() if p.requires_grad}
+        self.pieces = {n: site.pieces[n] for n in self.parameters}  # what this rank's optimizer steps on, gradients with it
         self.shares = shares(samples, site.data_rank, site.data_ranks, microbatches)
         self.keeper = Keeper(site.module, buffers or {}, site.data_ranks, microbatches)
         self.buckets = self._buckets()
@@ -68,20 +72,29 @@ class Step:
         self.blank = False  # whether the loss is no number where nothing counts
         self.steps = 0
         self._stepped: set[int] | None = None  # ids of the optimizer's parameters
-        self._bucketed = {id(p) for b in self.buckets for one in b.buckets for p in one.parameters}
+        self._bucketed = set().union(*(b.ids for b in self.buckets))
 
-    def _buckets(self) -> list[Buckets]:
-        made = []
-        reductions = self.site.reductions
+    def _buckets(self) -> list[Buckets | Scattered | Rowed]:
+        made: list[Buckets | Scattered | Rowed] = []
+        reductions, net = self.site.reductions, self.site.net
         settings: dict[str, Any] = {"microbatches": self.microbatches, "optional": self.site.program.dynamic}
-        if reductions:
-            axis, names, dtype = reductions[0]
-            made.append(Buckets(self.site.net, axis, self.parameters, names, dtype=dtype, **settings))
+        for first in reductions[:1]:
+            settings["dtype"] = first.dtype
+            if self.site.fully is not None:
+                (names,) = first.buckets or [[]]
+                made.append(Rowed(self.site.fully, self.parameters, self.pieces, names, self.microbatches))
+            elif first.scattered:
+                every = first.scattered == "every"
+                rows = Scattered(net, first.axis, self.parameters, self.pieces, first.buckets, every=every, **settings)
+                made.append(rows)
+            else:
+                made.append(Buckets(net, first.axis, self.parameters, first.buckets, **settings))
+        settings["dtype"] = None
         rest = {n for n, p in self.parameters.items() if p.dtype in HALF} - {
-            n for _, some, _ in reductions[:1] for b in some for n in b
+            n for first in reductions[:1] for b in first.buckets for n in b
         }
         if rest and self.microbatches > 1:  # half types without a data axis: accumulated in float32 all the same
-            made.append(Buckets(self.site.net, None, self.parameters, [[n] for n in self.parameters if n in rest], **settings))
+            made.append(Buckets(net, None, self.parameters, [[n] for n in self.parameters if n in rest], **settings))
         return made
 
     def parts(self, batch: Batch) -> list[Batch]:
@@ -104,7 +117,11 @@ class Step:
             for m, part in enumerate(parts):
                 for b in self.buckets:
                     b.last = m == self.microbatches - 1
-                idle &= not self._microbatch(part, step, m, sums)
+                    b.start()
+                learned = self._microbatch(part, step, m, sums)
+                for b in self.buckets:
+                    b.end(idle=not learned)
+                idle &= not learned
         self.keeper.finish()
         with self.marks("sync", "sync"):
             self._finish(idle=idle)
@@ -138,9 +155,13 @@ class Step:
         return one
 
     def _nothing(self, value: torch.Tensor) -> None:
-        """The backward pass of a loss that counts nothing, where it talks along a tensor axis; what comes of it is dropped."""
+        """The backward pass of a loss that counts nothing, where ranks talk in it; what comes of it is dropped."""
+        if self.site.fully is not None and value.requires_grad:
+            with self.site.fully.silent():
+                value.backward(torch.zeros_like(value))
+            return
         learned = [p for p in self.parameters.values() if p.requires_grad]
-        if self.site.placements and value.requires_grad and learned:
+        if self.site.talks and value.requires_grad and learned:
             torch.autograd.grad(value, learned, torch.zeros_like(value), allow_unused=True)
 
     def _finish(self, *, idle: bool) -> None:
@@ -151,21 +172,20 @@ class Step:
             b.settle()
         if idle:
             self._fill(name for _, names in site.late for name in names)
-        for axis, names, dtype in site.reductions[1:]:
-            reduce_again(site.net, axis, self.parameters, names, dtype)
+        for again in site.reductions[1:]:
+            reduce_again(site.net, again.axis, self.pieces, again.buckets, again.dtype, site.room)
         for axis, names in site.late:
             for name in names:
-                grad = self.parameters[name].grad
-                assert grad is not None, f"{name} has no gradient to sum over {axis}"
-                site.net.all_reduce(grad, axis, label=name)
+                assert self.pieces[name].grad is not None, f"{name} has no gradient to sum over {axis}"
+                reduce_again(site.net, axis, self.pieces, [[name]], room=site.room)
         if site.pipe is not None:
             self._fill(site.pipe.tied())
-            site.pipe.sum_tied({n: p.grad for n, p in self.parameters.items() if p.grad is not None})
+            site.pipe.sum_tied({n: p.grad for n, p in self.pieces.items() if p.grad is not None})
 
     def _fill(self, names: Iterable[str]) -> None:
         """Zeros where nothing counted, as one device has them."""
         for name in names:
-            p = self.parameters[name]
+            p = self.pieces[name]
             if p.grad is None and self.site.has_gradient(name):
                 p.grad = torch.zeros_like(p)
 
@@ -190,7 +210,7 @@ class Step:
         self.steps += 1
         if not weight:
             self._fill(self.parameters)
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        grads = [p.grad for p in self.pieces.values() if p.grad is not None]
         if by and by != self.rule.nominal and grads:
             torch._foreach_mul_(grads, self.rule.nominal / by)
         return loss
@@ -216,7 +236,7 @@ class Step:
             for name, p in self.parameters.items():
                 if p.grad is not None and id(p) not in self._bucketed:
                     if self.site.has_gradient(name):
-                        axis = self.site.reductions[0][0]
+                        axis = self.site.reductions[0].axis
                         raise RunFailed(f"rank {self.site.net.rank}: no strategy sums the gradient of {name!r} over {axis}")
                     raise RunFailed(
                         f"parameter {name!r} got a gradient on rank {self.site.net.rank}, though it had none when the module "
@@ -224,10 +244,10 @@ class Step:
                         "  try    a first batch that reaches every parameter"
                     )
 
-    def counted(self) -> dict[str, nn.Parameter]:
-        """Parameters whose gradients this rank counts in the norm: of those that several stages hold, the first counts."""
+    def counted(self) -> dict[str, torch.Tensor]:
+        """What this rank steps on and counts in the norm: of what several stages hold, the first counts."""
         pipe = self.site.pipe
-        return {n: p for n, p in self.parameters.items() if pipe is None or pipe.owns(n)}
+        return {n: p for n, p in self.pieces.items() if pipe is None or pipe.owns(n)}
 
     def clip(self) -> float | None:
         """Clip the global norm, if asked to; returns it as it was before."""
@@ -235,14 +255,14 @@ class Step:
             return None
         largest, p = self.clipping
         norm = global_norm(self.site.net, self.counted(), self.site.placements, p, apart=self.site.apart)
-        clip(self.parameters.values(), norm, largest)
+        clip(self.pieces.values(), norm, largest)
         return float(norm)
 
     def _left(self, optimizer: torch.optim.Optimizer) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """Gradients an optimizer does not step on, and so does not clear: they add up from step to step, as on one device."""
         if self._stepped is None:
             self._stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        left = [(p, p.grad.clone()) for p in self.parameters.values() if p.grad is not None and id(p) not in self._stepped]
+        left = [(p, p.grad.clone()) for p in self.pieces.values() if p.grad is not None and id(p) not in self._stepped]
         for p, _ in left:
             p.grad = None
         return left
@@ -292,12 +312,17 @@ class Turns:
     def closing(self, *, last: bool) -> None:
         """As `pipeline.Around` has it."""
         pipe = self.step.site.pipe
-        for b in self.step.buckets:
+        for b in self._buckets():
             b.last, b.later = last, pipe.shared_here if pipe is not None else set()
 
     def accumulated(self, parameters: Sequence[nn.Parameter]) -> None:
         """As `pipeline.Around` has it."""
-        for b in self.step.buckets:
+        for b in self._buckets():
             for p in parameters:
                 if p.grad is not None and id(p) in b.where:
                     b.ready(p)
+
+    def _buckets(self) -> list[Buckets]:
+        found = [b for b in self.step.buckets if isinstance(b, Buckets)]
+        assert len(found) == len(self.step.buckets), "stages share out no rows"
+        return found

@@ -13,6 +13,9 @@ from partita.strategy import Strategy
 
 if TYPE_CHECKING:
     from partita.strategies.data.ddp import DDP
+    from partita.strategies.data.fsdp import FSDP
+    from partita.strategies.data.zero1 import Zero1
+    from partita.strategies.data.zero2 import Zero2
     from partita.strategies.memory.offload import Offload
     from partita.strategies.memory.recompute import Recompute
     from partita.strategies.pipeline.dualpipev import DualPipeV
@@ -36,12 +39,16 @@ HOUSE = {  # name in a plan -> where the class lives
     "one_f_one_b": "partita.strategies.pipeline.one_f_one_b:OneFOneB",
     "zbv": "partita.strategies.pipeline.zbv:ZBV",
     "zero_bubble": "partita.strategies.pipeline.zero_bubble:ZeroBubble",
+    "zero1": "partita.strategies.data.zero1:Zero1",
+    "zero2": "partita.strategies.data.zero2:Zero2",
+    "fsdp": "partita.strategies.data.fsdp:FSDP",
     "tensor_parallel": "partita.strategies.tensor.tensor_parallel:TensorParallel",
 }
 _CLASSES = {target.partition(":")[2]: target for target in HOUSE.values()}
 
 __all__ = [
     "DDP",
+    "FSDP",
     "GARDEN",
     "ZBV",
     "DualPipeV",
@@ -53,6 +60,8 @@ __all__ = [
     "OneFOneB",
     "Recompute",
     "TensorParallel",
+    "Zero1",
+    "Zero2",
     "ZeroBubble",
 ]
 

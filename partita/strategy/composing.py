@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from partita.errors import Fault
 from partita.mesh import Mesh
-from partita.program import Collective, Phase, Program, Split
+from partita.program import Collective, Phase, Program, Rows, Split
 from partita.program.program import before_optimizer
 from partita.strategy.contract import Place, Strategy
 from partita.strategy.pipelined import Pipelined
@@ -70,7 +70,7 @@ def close(program: Program) -> Program:
     if not program.clip:
         return program
     tensors = (program.tensors[g] for g in program.gradients.values())
-    split = {axis for t in tensors for axis, layout in t.layouts.items() if isinstance(layout, Split)}
+    split = {axis for t in tensors for axis, layout in t.layouts.items() if isinstance(layout, Split | Rows)}
     split |= {program.pipeline.axis} if program.pipeline else set()
     calls = tuple(
         Collective("all_reduce", axis, (), NORM_BYTES, "float64", Phase.SYNC, "norm", once=True)

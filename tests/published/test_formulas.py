@@ -3,13 +3,16 @@
 import pytest
 
 from partita.cluster import named
-from partita.cost.memory import occupancy
+from partita.cost.memory import gradient_buffers, occupancy
 from partita.mesh import Mesh
 from partita.program.events import Phase
 from partita.program.fold import unfold
 from partita.runtime.programs import program_of
 from partita.simulate import estimate, simulate, traffic
 from partita.strategies.data.ddp import DDP
+from partita.strategies.data.fsdp import FSDP
+from partita.strategies.data.zero1 import Zero1
+from partita.strategies.data.zero2 import Zero2
 from partita.strategies.tensor.tensor_parallel import TensorParallel
 from partita.strategy import compose
 from partita.workload import GPT, Llama, Workload
@@ -98,3 +101,35 @@ def test_depth_is_linear_in_time_and_memory(programs):
     peaks = [occupancy(p).peak for p in (shallow, deep, deeper)]
     assert seconds[2] - seconds[1] == pytest.approx(seconds[1] - seconds[0])
     assert peaks[2] - peaks[1] == peaks[1] - peaks[0]
+
+
+@pytest.mark.published
+@pytest.mark.parametrize(
+    ("kind", "parameters", "gradients", "state"), [(DDP, 1, 1, 1), (Zero1, 1, 1, 64), (Zero2, 1, 64, 64), (FSDP, 64, 64, 64)]
+)
+def test_model_states_of_mixed_precision_adam(kind, parameters, gradients, state):
+    """Rajbhandari et al. 2020, arXiv:1910.02054, figure 1 (7.5 B parameters, 64 ranks, K = 12): bytes a parameter are
+    2 + 2 + 12 of parameters, gradients and optimizer state, each divided by the ranks once its stage shares it out."""
+    work = Workload("gpt", GPT(36, 4096, 32, 50304, 1024, tie_embeddings=True), batch=64, dtype="bfloat16", master="float32")
+    program = program_of(work)
+    n = sum(t.nbytes for t in unfold(program).parameters()) / 2
+    said = compose(program, [kind()], Mesh.of({"dp": 64}))
+    parts = occupancy(said).parts
+    assert parts["parameters"] == pytest.approx(2 * n / parameters, rel=1e-3)
+    assert parts["optimizer"] == pytest.approx(12 * n / state, rel=1e-3)
+    flat = unfold(said)
+    own = sum(flat.owned_bytes(p.id) for p in flat.parameters()) if kind is FSDP else gradient_buffers(flat)
+    rows = 2 * n / 64 if kind is Zero1 else 0  # ours keeps room for a rank's rows of the sums beside the whole gradients
+    assert own == pytest.approx(2 * n / gradients + rows, rel=1e-3)
+
+
+@pytest.mark.published
+@pytest.mark.parametrize("kind", [Zero1, Zero2, FSDP])
+def test_volume_of_shared_states(programs, kind):
+    """Rajbhandari et al. 2020, arXiv:1910.02054, section 7: sharing out state and gradients sends what data parallelism sends,
+    2 n numbers a rank; sharing out parameters as well sends 3 n: a gather in forward, one in backward, a scatter."""
+    program = programs["gpt"]
+    n = sum(t.nbytes for t in unfold(program).parameters())
+    root = sum(t.nbytes for t in unfold(program).parameters() if not t.name.startswith("blocks."))
+    said = sum(c.nbytes for c in compose(program, [kind()], Mesh.of({"dp": 2})).collectives() if c.tensors and c.nbytes != 16)
+    assert said == (3 * n - root if kind is FSDP else 2 * n)  # the root is gathered once

@@ -11,10 +11,12 @@ from partita.pages import text
 from partita.plans import Plan
 from partita.program import Collective
 from partita.proof.prove import prove_plan
-from partita.strategies import DDP, TensorParallel
+from partita.strategies import DDP, FSDP, TensorParallel, Zero1, Zero2
+from partita.strategy import Place
 from partita.workload import GPT, Workload
 
-KINDS = {"ddp": DDP, "tensor_parallel": TensorParallel}
+KINDS = {"ddp": DDP, "zero1": Zero1, "zero2": Zero2, "fsdp": FSDP, "tensor_parallel": TensorParallel}
+VERBS = {DDP: "average_gradients", Zero1: "scatter_gradients", Zero2: "scatter_gradients", FSDP: "shard_parameters"}
 OTHER = {"dp": "tp", "tp": "dp"}
 WORKLOAD = Workload("gpt", GPT(layers=1, hidden=16, heads=2, vocab=16, sequence=4), batch=4, seed=1)
 
@@ -22,7 +24,8 @@ WORKLOAD = Workload("gpt", GPT(layers=1, hidden=16, heads=2, vocab=16, sequence=
 def proof_of(kind, mesh=None):
     """A small GPT on two axes, one of whose strategies is at fault."""
     mesh = mesh or {"dp": 2, "tp": 2}
-    strategies = [kind() if issubclass(kind, house) else house() for house in (TensorParallel, DDP) if house().axis in mesh]
+    houses = (kind, DDP) if kind.place == Place.TENSOR else (TensorParallel, kind)
+    strategies = [house() for house in houses if house().axis in mesh]
     return prove_plan(Plan(WORKLOAD, mesh=Mesh.of(mesh), strategies=strategies), shrink=False)
 
 
@@ -60,15 +63,19 @@ class Through:
 
 
 def doing(of_data, of_tensor):
-    """A strategy that changes what it does: the verb of its site (data), or the network of its replay (tensor)."""
+    """A strategy that changes what it does: the verb of its site (data), or the network of its replay (tensor).
+
+    `of_data` is given that verb, its axis, its buckets or units, its dtype, and its keywords.
+    """
 
     def made(kind):
         @dataclass(frozen=True)
         class Faulty(kind):
             def apply(self, site):
-                if issubclass(kind, DDP):
-                    verb = site.average_gradients
-                    return super().apply(Through(site, average_gradients=lambda *a: of_data(verb, *a)))
+                name = next((verb for house, verb in VERBS.items() if issubclass(kind, house)), None)
+                if name:
+                    verb = getattr(site, name)
+                    return super().apply(Through(site, **{name: lambda *a, **k: of_data(verb, *a, **k)}))
                 super().apply(site)
                 axis = site._replays[-1].axis
                 reduce = axis.net.all_reduce
@@ -101,9 +108,13 @@ def cut(reduce, tensor, axis, *, op="sum", label=""):
     reduce(tensor.view(-1)[: tensor.numel() // 2], axis, op=op, label=label)
 
 
-def halved(verb, axis, buckets, dtype):
-    """The last parameter of a bucket is reduced twice, in a bucket of its own too."""
-    verb(axis, [[n for b in buckets for n in b][:-1], [buckets[-1][-1]]], dtype)
+def halved(verb, axis, groups, dtype, **how):
+    """The last parameter of a bucket goes in a bucket of its own; of units, the root holds everything."""
+    if isinstance(groups[0], tuple):
+        names = [n for _, some in groups for n in some]
+        return verb(axis, [("", names)], dtype, **how)
+    names = [n for b in groups for n in b]
+    return verb(axis, [names[:-1], names[-1:]], dtype, **how)
 
 
 FAULTS = {
@@ -111,12 +122,12 @@ FAULTS = {
     "says other bytes": (saying(lambda call: [replace(call, nbytes=call.nbytes * 2)]), {"nbytes"}),
     "says another axis": (saying(lambda call: [replace(call, axis=OTHER[call.axis])]), {"axis"}),
     "says another dtype": (saying(lambda call: [replace(call, dtype="bfloat16")]), {"dtype"}),
-    "says another op": (saying(lambda call: [replace(call, op="all_gather")]), {"op"}),
-    "forgets a reduction": (doing(lambda verb, *a: None, forget), {"call", "numerics"}),
+    "says another op": (saying(lambda call: [replace(call, op="all_to_all")]), {"op"}),
+    "forgets a reduction": (doing(lambda verb, *a, **k: None, forget), {"call", "numerics"}),
     "reduces other bytes": (doing(halved, cut), {"nbytes"}),
-    "reduces on another axis": (doing(lambda verb, axis, *a: verb(OTHER[axis], *a), astray), {"axis", "numerics"}),
+    "reduces on another axis": (doing(lambda verb, axis, *a, **k: verb(OTHER[axis], *a, **k), astray), {"axis", "numerics"}),
     "reduces in another dtype": (
-        doing(lambda verb, axis, buckets, dtype: verb(axis, buckets, "bfloat16"), widened),
+        doing(lambda verb, axis, groups, dtype, **k: verb(axis, groups, "bfloat16", **k), widened),
         {"dtype", "numerics"},
     ),
 }

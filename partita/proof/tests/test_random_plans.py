@@ -33,7 +33,7 @@ from partita.runtime.record import Recorder
 from partita.runtime.subject import Subject
 from partita.runtime.task import subject_of
 from partita.runtime.whole import train_whole
-from partita.strategies import DDP, TensorParallel
+from partita.strategies import DDP, FSDP, TensorParallel, Zero1, Zero2
 from partita.strategy import Promise, check, compose
 from partita.workload import GPT, MLP, Llama, ResNet, Workload
 
@@ -76,6 +76,10 @@ def plans(draw):
     buckets = st.sampled_from([1, 1 << 10, 25 << 20])
     strategies = [TensorParallel(modules=globs)] * ("tp" in mesh)
     strategies += [DDP(axis=axis, bucket=draw(buckets)) for axis in mesh if axis != "tp"]
+    for at in [n for n, s in enumerate(strategies) if isinstance(s, DDP)][:1]:  # a second data axis sums what is left
+        axis, bucket = strategies[at].axis, strategies[at].bucket
+        kinds = [strategies[at], Zero1(axis=axis, bucket=bucket), Zero2(axis=axis, bucket=bucket)]
+        strategies[at] = draw(st.sampled_from([*kinds, FSDP(axis=axis), FSDP(axis=axis, reshard=False)]))
     accumulate = 1 if isinstance(spec, ResNet) else draw(st.integers(1, 3))
     sized = Mesh.of(mesh)
     samples = 2 if isinstance(spec, ResNet) else draw(st.integers(1, 2))
@@ -112,7 +116,7 @@ def drawn(count):
 
 
 def kind_of(plan):
-    return plan.workload.model, plan.mesh.axes
+    return plan.workload.model, plan.mesh.axes, tuple(s.name for s in plan.strategies)
 
 
 # ---------------------------------------------------------------- running them
@@ -142,6 +146,7 @@ def stepped(net, one, *, strategies):
     module = one.subject.make()
     step = prepare(net, one.subject, module, one.subject.batches(0), strategies, one.program, training)
     optimizer = one.subject.optimizer(step.site.module)
+    step.site.adopt(optimizer)
     losses = []
     for k in range(STEPS):
         optimizer.zero_grad()
@@ -216,7 +221,8 @@ def test_random_legal_plans_commute():
     two = [one for one in chosen if sum(n > 1 for _, n in one.plan.mesh.axes) == 2]
     assert len({one.plan.hash for one in chosen}) >= PLANS
     assert len({one.plan.hash for one in two}) >= TWO_AXES
-    assert len({kind_of(one.plan) for one in chosen}) >= KINDS
+    assert len({kind_of(one.plan)[:2] for one in chosen}) >= KINDS
+    assert {s.name for one in chosen for s in one.plan.strategies} == {"ddp", "zero1", "zero2", "fsdp", "tensor_parallel"}
     faults, compared = [], 0
     for world in (2, 4):
         mine = [one for one in chosen if one.plan.mesh.ranks == world]

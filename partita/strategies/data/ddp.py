@@ -15,19 +15,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from partita.errors import Fault, refuse
 from partita.mesh import Mesh
-from partita.program import Collective, Compute, Event, Phase, Program
-from partita.program.buckets import LIMIT, Entry, cut_buckets
-from partita.program.data import batch_faults, mixing_fault, normalises, rewrite_batch, say_loss
-from partita.program.events import WIDTH
-from partita.program.fold import unfold
-from partita.program.program import before_optimizer, insert
+from partita.program import Collective, Phase, Program
+from partita.program.buckets import LIMIT
+from partita.program.data import batch_faults, bucket_faults, loose_norms, module_faults, rewrite_batch, say_loss
+from partita.program.reduction import bucketed, gradients_by_name, has_buckets, late, launched
 from partita.strategy import Case, Place, Promise, Strategy
 
 if TYPE_CHECKING:
     from partita.runtime.site import Site
-
-LOOSE = "a call of F.batch_norm outside a batch norm module"
-NORM = "nn.BatchNorm1d, 2d or 3d instead of a call of F.batch_norm"
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ class DDP(Strategy):
     bucket: int = LIMIT
 
     def __post_init__(self) -> None:
-        refuse([*_modules_faults(self.modules), *_bucket_faults(self.bucket)])
+        refuse([*module_faults(self.name, self.modules), *bucket_faults(self.bucket)])
 
     def check(self, program: Program, mesh: Mesh) -> Sequence[Fault]:
         return batch_faults(program, self.axis, mesh.size(self.axis), self._who)
@@ -69,15 +64,9 @@ class DDP(Strategy):
         site.share_batch(self.axis)
         if site.mesh.size(self.axis) == 1:
             return
-        refuse([mixing_fault(self.axis, self._who, module, LOOSE, NORM) for module in loose_norms(site)])
+        refuse(loose_norms(site.program, site.batch_norms(), self.axis, self._who))
         site.synchronise_batch_norm(self.axis)
-        dtype = site.program.reduce_dtype
-        entries = [
-            (name, p.numel() * WIDTH[dtype or site.dtype(p)], dtype or site.dtype(p))
-            for name, p in site.module.named_parameters()
-            if p.requires_grad and site.has_gradient(name)
-        ]
-        site.average_gradients(self.axis, cut_buckets(entries, limit=self.bucket), dtype)
+        site.average_gradients(self.axis, site.buckets(self.bucket), site.program.reduce_dtype)
 
     @classmethod
     def cases(cls) -> Sequence[Case]:
@@ -95,71 +84,19 @@ class DDP(Strategy):
         return f"DDP(axis={self.axis!r})"
 
 
-def loose_norms(site: "Site") -> list[str]:
-    """Modules that normalise over the batch without a batch norm module: its statistics cannot be told from others."""
-    modules = {name for name, m in site.module.named_modules() if any(c.__name__ == "_BatchNorm" for c in type(m).__mro__)}
-    return [name for name in normalises(site.program) if name not in modules]
-
-
-def _modules_faults(modules: Sequence[str]) -> list[Fault]:
-    if tuple(modules) == ("*",):
-        return []
-    law = "data parallelism is of the whole model: every gradient is summed"
-    cure = "modules = ['*'], or no such key"
-    return [Fault("P112", f"ddp cannot be of some modules: modules = {list(modules)!r}", str(modules), law, cure, "modules")]
-
-
-def _bucket_faults(bucket: int) -> list[Fault]:
-    if bucket >= 1:
-        return []
-    cure = f"bucket = {LIMIT}; 1 sends every parameter by itself"
-    return [Fault("P112", f"bucket = {bucket} is out of range", f"bucket = {bucket}", "a bucket has bytes", cure, "bucket")]
-
-
 def _with_buckets(program: Program, axis: str, limit: int) -> Program:
     """Places each bucket's all_reduce after the op that makes its last gradient, in launch order.
 
     Over a second data axis the sums of the first are summed, so its buckets wait for the end of the backward pass.
     """
-    again = any(isinstance(e, Collective) and e.overlapped and e.once for e in program.events())
-    entries = _entries(program)
-    buckets = cut_buckets(entries, limit=limit)
-    if again or _spans(program, buckets):  # blocks are small: buckets hold several, and no copy of the body is like the next
-        program = unfold(program)
-        entries = _entries(program)
-        buckets = cut_buckets(entries, limit=limit)
-    size, kind = {name: nbytes for name, nbytes, _ in entries}, {name: dtype for name, _, dtype in entries}
-    gradient = {program.tensors[p].name: g for p, g in program.gradients.items()}
+    again = has_buckets(program)
+    found = bucketed(program, limit, flat=again)
+    gradient = gradients_by_name(found.program)
 
     def call(names: Sequence[str]) -> Collective:
         return Collective(
-            "all_reduce", axis, tuple(gradient[n] for n in names), sum(size[n] for n in names), kind[names[0]],
+            "all_reduce", axis, tuple(gradient[n] for n in names), sum(found.sizes[n] for n in names), found.dtypes[names[0]],
             Phase.SYNC if again else Phase.BACKWARD, names[-1], overlapped=not again, once=True,
         )  # fmt: skip
 
-    if again:
-        return before_optimizer(program, tuple(map(call, buckets)))
-    made = {o: at for at, e in enumerate(program.events()) if isinstance(e, Compute) for o in e.outs}
-    after: dict[int, list[Event]] = {}
-    at = -1
-    for names in buckets:
-        at = max([at, *(made[gradient[n]] for n in names)])
-        after.setdefault(at, []).append(call(names))
-    return insert(program, after)
-
-
-def _entries(program: Program) -> list[Entry]:
-    """(name, bytes on this rank, dtype) of every parameter with a gradient, as it is reduced."""
-    found = []
-    for p in program.parameters():
-        if p.id in program.gradients:
-            dtype = program.reduce_dtype or p.dtype
-            found.append((p.name, program.local_bytes(p.id) // WIDTH[p.dtype] * WIDTH[dtype], dtype))
-    return found
-
-
-def _spans(program: Program, buckets: Sequence[Sequence[str]]) -> bool:
-    """Whether a bucket holds gradients of a repeated block beside others."""
-    repeated = {f"{s.block}." for s in program.segments if s.block}
-    inside = [[any(name.startswith(block) for block in repeated) for name in names] for names in buckets]
-    return any(any(found) and not all(found) for found in inside)
+    return late(found, call) if again else launched(found, call)

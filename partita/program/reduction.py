@@ -1,0 +1,107 @@
+"""How the buckets of a data axis are said: which gradients go together, and where in backward each bucket is launched.
+
+backward    ... grad 7  grad 6 | grad 5  grad 4 | ...
+axis                           └ bucket 0 ──────┘└ bucket 1 ...        after the op that makes its last gradient
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from partita.program.buckets import Entry, cut_buckets
+from partita.program.events import WIDTH, Collective, Compute, Event, Phase, Repeat
+from partita.program.fold import unfold
+from partita.program.program import Program, before_optimizer, insert
+
+Call = Callable[[Sequence[str]], Collective]  # the collective of a bucket, from the names of its parameters
+
+
+@dataclass(frozen=True)
+class Bucketed:
+    """A program and the buckets of its gradients.
+
+    Args:
+        program: Written out where a bucket holds more than one copy of a repeated block.
+        buckets: Names of parameters, in launch order.
+        sizes: Name -> bytes as it is reduced, under the axes rewritten so far.
+        dtypes: Name -> dtype it is reduced in.
+    """
+
+    program: Program
+    buckets: list[list[str]]
+    sizes: dict[str, int]
+    dtypes: dict[str, str]
+
+
+def bucketed(program: Program, limit: int, *, flat: bool = False) -> Bucketed:
+    """The buckets of a program.
+
+    Args:
+        program: Under the axes inside.
+        limit: Bytes at which a bucket closes.
+        flat: Write repeated blocks out whatever the buckets are.
+    """
+    entries = entries_of(program)
+    buckets = cut_buckets(entries, limit=limit)
+    if flat or _spans(program, buckets):  # blocks are small: buckets hold several, and no copy of the body is like the next
+        program = unfold(program)
+        entries = entries_of(program)
+        buckets = cut_buckets(entries, limit=limit)
+    return Bucketed(program, buckets, {n: size for n, size, _ in entries}, {n: dtype for n, _, dtype in entries})
+
+
+def launched(found: Bucketed, call: Call) -> Program:
+    """The program with each bucket's call after the op that makes its last gradient, in launch order."""
+    program, gradient = found.program, gradients_by_name(found.program)
+    made = {o: at for at, e in enumerate(program.events()) if isinstance(e, Compute) for o in e.outs}
+    after: dict[int, list[Event]] = {}
+    at = -1
+    for names in found.buckets:
+        at = max([at, *(made[gradient[n]] for n in names)])
+        after.setdefault(at, []).append(call(names))
+    return insert(program, after)
+
+
+def late(found: Bucketed, call: Call) -> Program:
+    """The program with the buckets' calls after backward."""
+    return before_optimizer(found.program, tuple(map(call, found.buckets)))
+
+
+def afterwards(program: Program, calls: Sequence[Collective]) -> Program:
+    """The program with calls after the optimizer; one for a repeated block happens as often as the block."""
+    counts = {f"{s.block}.": (s.count, s.block) for s in program.segments if s.block}
+
+    def of_block(call: Collective) -> tuple[int, str]:
+        return next((found for block, found in counts.items() if call.module.startswith(block)), (1, ""))
+
+    segments = []
+    for call in calls:
+        count, block = of_block(call)
+        segments.append(Repeat(count, (call,), block))
+    return replace(program, segments=(*program.segments, *segments))
+
+
+def gradients_by_name(program: Program) -> dict[str, int]:
+    """Name of a parameter -> id of its final gradient."""
+    return {program.tensors[p].name: g for p, g in program.gradients.items()}
+
+
+def entries_of(program: Program) -> list[Entry]:
+    """(name, bytes this rank reduces, dtype) of every parameter with a gradient, in registration order."""
+    found = []
+    for p in program.parameters():
+        if p.id in program.gradients:
+            dtype = program.reduce_dtype or p.dtype
+            found.append((p.name, program.owned_bytes(p.id) // WIDTH[p.dtype] * WIDTH[dtype], dtype))
+    return found
+
+
+def has_buckets(program: Program) -> bool:
+    """Whether a data axis inside reduces gradients in buckets already."""
+    return any(isinstance(e, Collective) and e.overlapped and e.phase == Phase.BACKWARD for e in program.events())
+
+
+def _spans(program: Program, buckets: Sequence[Sequence[str]]) -> bool:
+    """Whether a bucket holds gradients of a repeated block beside others."""
+    repeated = {f"{s.block}." for s in program.segments if s.block}
+    inside = [[any(name.startswith(block) for block in repeated) for name in names] for names in buckets]
+    return any(any(found) and not all(found) for found in inside)
