@@ -36,8 +36,8 @@ class Offloaded(torch.optim.Optimizer):
         super().__init__([p for group in inner.param_groups for p in group["params"]], dict(inner.defaults))
         self.inner, self.apart = inner, apart
         self.param_groups, self.state = inner.param_groups, inner.state
-        self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks  # what follows a step follows it here
-        self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
+        # what goes before and after a step goes before and after it here
+        vars(self).update({name: vars(inner)[name] for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")})
         self._chosen = None if parameters is None else {id(p) for p in parameters}
         self._plain_step = inspect.unwrap(type(inner).step)  # without hooks: they run once, around both
         self._twins: dict[int, Tensor] = {}  # by id of the parameter

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from partita.errors import Fault, Refused, refuse
 from partita.mesh import Mesh
-from partita.program import Program
+from partita.program import Phase, Program
 from partita.program.fold import unfold
 from partita.program.roles import roles
 from partita.program.schedules import Schedule, laws_of
@@ -54,7 +54,7 @@ class Pipelined(Strategy):
         size = mesh.size(self.axis)
         if size == 1:
             return []
-        if faults := [*self._laws(size), *self._path_faults(program)]:
+        if faults := [*self._laws(size), *self._path_faults(program)] or self._halves_faults(program, size):
             return faults
         try:
             self.stages(program, size)
@@ -112,6 +112,17 @@ class Pipelined(Strategy):
         cure = f"a module whose path is fixed, or the size of axis {self.axis!r} = 1"
         what = f"{type(self).__name__}(axis={self.axis!r}) cannot cut a module whose path depends on data"
         return [Fault("P116", what, have, law, cure, f"mesh.{self.axis}")]
+
+    def _halves_faults(self, program: Program, size: int) -> list[Fault]:
+        """A backward in two halves would compute a block again in each."""
+        again = sorted({e.module for e in program.events() if e.phase == Phase.RECOMPUTE})
+        if not again or not self.schedule(size).splits_backward:
+            return []
+        what = f"{type(self).__name__}(axis={self.axis!r}) cannot split the backward pass of modules that are computed again"
+        law = "each half of a split backward would compute a module again, its messages too"
+        cure = "one_f_one_b, interleaved or gpipe, whose backward is whole; or no recompute"
+        have = f"{again[0]!r} and {len(again) - 1} more" if len(again) > 1 else repr(again[0])
+        return [Fault("P116", what, have, law, cure, f"strategy.{self.name}")]
 
     def _settings_faults(self) -> list[Fault]:
         faults = []

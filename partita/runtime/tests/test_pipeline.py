@@ -10,7 +10,8 @@ from transformers import BertConfig
 
 import partita as pt
 from partita.errors import Refused
-from partita.strategies import DDP, ZBV, GPipe, Interleaved, OneFOneB, TensorParallel, ZeroBubble
+from partita.strategies import DDP, ZBV, GPipe, Interleaved, OneFOneB, Recompute, TensorParallel, ZeroBubble
+from partita.workload import GPT
 
 
 @dataclass
@@ -243,6 +244,14 @@ def test_what_steers_by_data_is_not_cut():
 
     with pytest.raises(Refused, match="depends on data"):
         proof(Steered, (4,), {"pp": 2}, [OneFOneB(microbatches=2)])
+
+
+@pytest.mark.law
+def test_a_backward_in_halves_is_not_of_what_is_computed_again():
+    work = pt.Workload("gpt", GPT(layers=4, hidden=32, heads=4, vocab=256, sequence=16), batch=8)
+    plan = pt.Plan(work, cluster="cpu", mesh={"pp": 2}, strategies=[Recompute(), ZeroBubble(microbatches=2)])
+    with pytest.raises(Refused, match="cannot split the backward pass"):
+        pt.estimate(plan)
 
 
 @pytest.mark.gloo
