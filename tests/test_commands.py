@@ -93,7 +93,7 @@ def test_the_best_plan_is_written_and_is_legal(home, capsys):
 def test_a_trace_opens_as_chromes_format(home, capsys):
     assert main(["show", "plan.toml", "--trace", "trace.json"]) == 0
     rows = json.loads((home / "trace.json").read_text())["traceEvents"]
-    assert {row["args"]["name"] for row in rows if row["name"] == "thread_name"} == {"compute", "dp"}
+    assert {row["args"]["name"] for row in rows if row["name"] == "thread_name"} == {"rank 0", "rank 0: dp"}
     assert any(row["name"] == "all_reduce" and row["dur"] > 0 for row in rows)
 
 

@@ -32,7 +32,17 @@ def folders(plan: Plan, out: str | Path | None, resume: str | Path | None, *, ow
     if own:
         return None, None
     name = with_workload(plan).model.rpartition(":")[2].replace("/", "-").removesuffix("-config.json").strip("-")
-    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}", None
+    return _free(Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"), None
+
+
+def _free(folder: Path) -> Path:
+    """The folder, or the first of its kind that is not there: two runs may begin in one second."""
+    number = 1
+    free = folder
+    while free.exists():
+        number += 1
+        free = folder.with_name(f"{folder.name}-{number}")
+    return free
 
 
 def folder_faults(folder: Path | None, source: Path | None) -> list[Fault]:

@@ -12,7 +12,7 @@ import pytest
 from partita.program.events import Compute, Phase
 from partita.program.fold import fold, stretch, unfold
 from partita.program.split import derive, rewrite
-from partita.program.text import from_json, to_json
+from partita.program.text import FORMAT, from_json, to_json
 from partita.runtime.capture import capture
 from partita.runtime.programs import program_of
 from partita.runtime.task import subject_of
@@ -171,7 +171,7 @@ def test_a_cached_program_needs_no_torch(tmp_path):
 def test_json_round_trips_folded_and_split_programs():
     p = split(fold(caught(TOKENS["llama"])), ("heads", "ffn", "vocab"))
     assert from_json(to_json(p)) == p
-    assert json.loads(to_json(p))["partita_program"] == 1
+    assert json.loads(to_json(p))["partita_program"] == FORMAT
 
 
 def test_a_large_model_is_said_in_no_time():
