@@ -9,7 +9,7 @@ What does not descend from a parameter (masks, positions) is computed on every s
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from partita.errors import Fault, Refused
@@ -206,14 +206,24 @@ def even(program: Program, count: int, by: str = "time") -> tuple[str, ...]:
     Raises:
         Refused: P121, when there are fewer blocks than stages.
     """
-    names, weights = _units(program, by)
+    names, weights = _units(program, by, _block)
+    if len(names) < count and not any(s.block for s in program.segments):  # no list of blocks: any module with parameters
+        names, weights = _units(program, by, str)
     if len(names) < count:
         raise Refused(_too_few(names, count))
     return tuple(names[k] for k in _balanced(weights, count))
 
 
-def _units(program: Program, by: str) -> tuple[list[str], list[int]]:
-    """Blocks a stage can begin with, in order, and what each weighs; what runs outside blocks goes with the one before."""
+def _block(path: str) -> str:
+    """The block a module belongs to; "" outside blocks."""
+    return block_of(f"{path}.")
+
+
+def _units(program: Program, by: str, unit: Callable[[str], str]) -> tuple[list[str], list[int]]:
+    """Units a stage can begin with, in order, and what each weighs; what runs outside them goes with the one before.
+
+    `unit`: of a module's path.
+    """
     amounts: dict[str, int] = {}
     owner, last = "", ""
     paths: dict[str, str] = {}
@@ -222,7 +232,7 @@ def _units(program: Program, by: str) -> tuple[list[str], list[int]]:
             if not isinstance(event, Compute) or event.phase in AFTER:
                 continue
             if event.phase == Phase.FORWARD:
-                name = block_of(f"{event.module}.")
+                name = unit(event.module)
                 reads = any(program.tensors[i].kind == Kind.PARAMETER for i in event.ins)
                 if name and (name in amounts or reads):
                     owner = name
@@ -231,7 +241,7 @@ def _units(program: Program, by: str) -> tuple[list[str], list[int]]:
             amounts[last] = amounts.get(last, 0) + (event.flop if by == "time" else 0)
     if by == "memory":
         for t in program.parameters():
-            name = block_of(t.name)
+            name = unit(t.name.rpartition(".")[0])
             amounts[name if name in amounts else ""] = amounts.get(name if name in amounts else "", 0) + t.nbytes
     before = amounts.pop("", 0)
     names = _written_out(program, list(amounts))

@@ -181,7 +181,7 @@ def divides(samples: int, parts: int, microbatches: int) -> list[Fault]:
             "P104",
             f"a batch of {samples} samples cannot be cut into {unit} equal microbatches",
             have=f"batch = {samples}, data ranks = {parts}, accumulate = {microbatches}",
-            law=f"batch = data ranks x accumulate x microbatch size, so {unit} must divide {samples}",
+            law=f"batch = data ranks x accumulate x microbatch size (a pipeline's count too), so {unit} must divide {samples}",
             cure=f"batch = {samples // unit * unit or unit} or {(samples // unit + 1) * unit}",
             at="workload.batch",
         )

@@ -127,7 +127,7 @@ def test_values_that_several_stages_read_are_passed_on(mesh, strategies):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("cut", ["auto", "memory", ("c2",), ("fc",)])
+@pytest.mark.parametrize("cut", ["auto", "memory", ("c2",), ("fc",)])  # "auto": any module with parameters may begin a stage
 def test_a_module_without_a_list_of_blocks_is_cut_at_any_module(cut):
     found = proof(Conv, (1, 8, 8), {"pp": 2}, [OneFOneB(microbatches=2, cut=cut)])
     assert found.proved, found.reasons
