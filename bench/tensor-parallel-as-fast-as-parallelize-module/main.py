@@ -19,6 +19,7 @@ from record import row, write
 
 from partita.mesh import Mesh
 from partita.runtime.capture import capture
+from partita.runtime.models.llama import turned
 from partita.runtime.net import Net
 from partita.runtime.prepare import prepare
 from partita.runtime.ranks import run_ranks
@@ -80,7 +81,6 @@ def main() -> int:
 
 def _local(attention: torch.nn.Module) -> object:
     """The catalogue's attention with its last width left to the tensors: (samples, tokens, heads of this rank x size)."""
-    from partita.runtime.models.llama import turned  # noqa: PLC0415
 
     def forward(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         samples, tokens, _ = x.shape

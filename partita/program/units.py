@@ -189,10 +189,10 @@ class _Walk:
 
     def _gather(self, unit: Unit, event: int, asked: str, phase: Phase) -> None:
         self.here.add(unit.path)
-        self.found.append(Moment(event, True, "gather", unit, asked, phase))  # noqa: FBT003
+        self.found.append(Moment(event, before=True, op="gather", unit=unit, asked=asked, phase=phase))
 
     def _scatter(self, unit: Unit, event: int) -> None:
-        self.found.append(Moment(event, False, "scatter", unit, unit.path, Phase.BACKWARD))  # noqa: FBT003
+        self.found.append(Moment(event, before=False, op="scatter", unit=unit, asked=unit.path, phase=Phase.BACKWARD))
 
 
 def _runs(event: Event) -> bool:

@@ -344,7 +344,8 @@ class Site:
         """
         known = names or {id(p): name for name, p in self.module.named_parameters(remove_duplicate=False)}
         first = {id(p): name for name, p in self.module.named_parameters()}
-        pieces = {name: self.pieces[first[id(p)]] for name, p in self.module.named_parameters(remove_duplicate=False)}
+        stepped = self.pieces
+        pieces = {name: stepped[first[id(p)]] for name, p in self.module.named_parameters(remove_duplicate=False)}
         for group in optimizer.param_groups:
             held = [p for p in group["params"] if id(p) not in known or known[id(p)] in pieces]  # of this rank's stages
             group["params"] = [pieces[known[id(p)]] if id(p) in known else p for p in held]
@@ -386,7 +387,7 @@ class Site:
     @property
     def talks(self) -> bool:
         """Whether forward and backward talk over a tensor axis."""
-        return bool(self._replays)
+        return any(replay.axis.name for replay in self._replays)
 
     @property
     def mixes(self) -> bool:

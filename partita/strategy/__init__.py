@@ -1,5 +1,6 @@
 """The contract of a strategy, and strategies together."""
 
+from partita.strategy.bucketed import Bucketed
 from partita.strategy.composing import (
     check,
     close,
@@ -13,6 +14,7 @@ from partita.strategy.contract import Case, Place, Promise, Strategy
 from partita.strategy.pipelined import Pipelined
 
 __all__ = [
+    "Bucketed",
     "Case",
     "Pipelined",
     "Place",

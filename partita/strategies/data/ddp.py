@@ -10,23 +10,20 @@ fixed from the first step, in reverse registration order, and end where blocks e
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from partita.errors import Fault, refuse
-from partita.mesh import Mesh
 from partita.program import Collective, Phase, Program
-from partita.program.buckets import LIMIT
-from partita.program.data import batch_faults, bucket_faults, loose_norms, module_faults, rewrite_batch, say_loss
+from partita.program.data import rewrite_batch, say_loss
 from partita.program.reduction import bucketed, gradients_by_name, has_buckets, late, launched
-from partita.strategy import Case, Place, Promise, Strategy
+from partita.strategy import Bucketed, Case
 
 if TYPE_CHECKING:
     from partita.runtime.site import Site
 
 
 @dataclass(frozen=True)
-class DDP(Strategy):
+class DDP(Bucketed):
     """Data parallelism with our own buckets. It is of the whole model: `modules` stays at all of them.
 
     Args:
@@ -39,33 +36,14 @@ class DDP(Strategy):
     """
 
     name: ClassVar[str] = "ddp"
-    place: ClassVar[Place] = Place.DATA
-    promise: ClassVar[Promise] = Promise.REORDERED
 
-    axis: str = "dp"
-    bucket: int = LIMIT
-
-    def __post_init__(self) -> None:
-        refuse([*module_faults(self.name, self.modules), *bucket_faults(self.bucket)])
-
-    def check(self, program: Program, mesh: Mesh) -> Sequence[Fault]:
-        return batch_faults(program, self.axis, mesh.size(self.axis), self._who)
-
-    def rewrite(self, program: Program, mesh: Mesh) -> Program:
-        size = mesh.size(self.axis)
-        if size == 1:
-            return replace(program, axes={**program.axes, self.axis: 1})
+    def say(self, program: Program, size: int) -> Program:
         said = rewrite_batch(program, self.axis, size, self.name)
         if not program.gradients:
             said = said.with_notes(f"{self.name}: nothing is learned, so no gradient is summed over {self.axis} = {size}")
         return say_loss(_with_buckets(said, self.axis, self.bucket), self.axis)
 
-    def apply(self, site: "Site") -> None:
-        site.share_batch(self.axis)
-        if site.mesh.size(self.axis) == 1:
-            return
-        refuse(loose_norms(site.program, site.batch_norms(), self.axis, self._who))
-        site.synchronise_batch_norm(self.axis)
+    def send(self, site: "Site") -> None:
         site.average_gradients(self.axis, site.buckets(self.bucket), site.program.reduce_dtype)
 
     @classmethod
@@ -78,10 +56,6 @@ class DDP(Strategy):
             Case({"dp": 2, "tp": 2}, {}),
             Case({"tp": 2, "dp": 2}, {}),
         )
-
-    @property
-    def _who(self) -> str:
-        return f"DDP(axis={self.axis!r})"
 
 
 def _with_buckets(program: Program, axis: str, limit: int) -> Program:

@@ -10,23 +10,21 @@ Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 5.1 (optimize
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from partita.errors import Fault, refuse
 from partita.mesh import Mesh
 from partita.program import Program
-from partita.program.buckets import LIMIT
-from partita.program.data import bucket_faults, loose_norms, module_faults
 from partita.program.sharding import say_zero, sharding_faults, stage_faults
-from partita.strategy import Case, Place, Promise, Strategy
+from partita.strategy import Bucketed, Case
 
 if TYPE_CHECKING:
     from partita.runtime.site import Site
 
 
 @dataclass(frozen=True)
-class Zero1(Strategy):
+class Zero1(Bucketed):
     """Data parallelism with the optimizer's state shared out by rows. It is of the whole model.
 
     Args:
@@ -39,31 +37,15 @@ class Zero1(Strategy):
     """
 
     name: ClassVar[str] = "zero1"
-    place: ClassVar[Place] = Place.DATA
-    promise: ClassVar[Promise] = Promise.REORDERED
-
-    axis: str = "dp"
-    bucket: int = LIMIT
-
-    def __post_init__(self) -> None:
-        refuse([*module_faults(self.name, self.modules), *bucket_faults(self.bucket)])
 
     def check(self, program: Program, mesh: Mesh) -> Sequence[Fault]:
-        return sharding_faults(program, self.axis, mesh.size(self.axis), self._who)
+        return sharding_faults(program, self.axis, mesh.size(self.axis), self.who)
 
-    def rewrite(self, program: Program, mesh: Mesh) -> Program:
-        size = mesh.size(self.axis)
-        if size == 1:
-            return replace(program, axes={**program.axes, self.axis: 1})
-        refuse(stage_faults(program, self.axis, self._who))
+    def say(self, program: Program, size: int) -> Program:
+        refuse(stage_faults(program, self.axis, self.who))
         return say_zero(program, self.axis, size, name=self.name, limit=self.bucket, every=False)
 
-    def apply(self, site: "Site") -> None:
-        site.share_batch(self.axis)
-        if site.mesh.size(self.axis) == 1:
-            return
-        refuse(loose_norms(site.program, site.batch_norms(), self.axis, self._who))
-        site.synchronise_batch_norm(self.axis)
+    def send(self, site: "Site") -> None:
         site.scatter_gradients(self.axis, site.buckets(self.bucket), site.program.reduce_dtype, every=False)
 
     @classmethod
@@ -77,7 +59,3 @@ class Zero1(Strategy):
             Case({"dp": 2, "tp": 2}, {}),
             Case({"tp": 2, "dp": 2}, {}),
         )
-
-    @property
-    def _who(self) -> str:
-        return f"Zero1(axis={self.axis!r})"
