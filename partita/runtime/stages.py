@@ -278,7 +278,7 @@ class Staged(Replay):
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        if exc[0] is Left or (exc[0] is None and self.stage >= 0):
+        if exc[0] is Left:
             self.next = len(self.steps)
         super().__exit__(*exc)
 
@@ -294,7 +294,7 @@ class Staged(Replay):
                 raise Left
             return self._passed(n, step, args)
         call = cuts.script.calls[n]
-        args, kwargs = self._given(cuts, call, args, kwargs)
+        args, kwargs = self._given(cuts, call, step, args, kwargs)
         out = super().call(step, args, kwargs)
         self._made(call, step, out)
         return out
@@ -316,13 +316,18 @@ class Staged(Replay):
             return form
         return mark(torch.zeros((), dtype=form.dtype, device=self.axis.net.device).expand(form.shape))
 
-    def _given(self, cuts: Cuts, call: Call, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def _given(self, cuts: Cuts, call: Call, step: Step, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments with what was received in the place of stand-ins."""
         changed, named = list(args), dict(kwargs)
         for path, v in zip(call.paths, call.ins, strict=True):
             own = self.values.get(v)
             if own is None and (home := cuts.home(("value", v))) is not None and home != self.stage:
                 own = self.received.get(("value", v))
+                if own is None and not any(e.again for e in step.edges if e.path == path):
+                    where = step.module or "the model"
+                    raise RunFailed(
+                        f"stage {self.stage} did not receive what {step.func.__name__} in {where!r} reads of stage {home}"
+                    )
                 if own is not None and writes(call.func) and path[:2] == (0, 0):
                     own = own.clone()  # a leaf must not be written to
             if own is not None:

@@ -9,7 +9,8 @@ from torch import nn
 from transformers import BertConfig
 
 import partita as pt
-from partita.errors import Refused
+from partita.errors import Refused, RunFailed
+from partita.runtime.pipeline import Pipe
 from partita.strategies import DDP, ZBV, GPipe, Interleaved, OneFOneB, Recompute, TensorParallel, ZeroBubble
 from partita.workload import GPT
 
@@ -274,3 +275,12 @@ def test_a_gradient_is_summed_before_it_crosses_to_the_stage_before(kind, tmp_pa
     plan = pt.Plan(work, cluster="cpu", mesh=mesh, strategies=[TensorParallel(), kind(microbatches=2)])
     found = pt.prove(plan)
     assert found.proved, found.reasons
+
+
+@pytest.mark.gloo
+def test_a_value_that_did_not_arrive_ends_the_run_and_is_no_zero(monkeypatch):
+    arrived = Pipe._arrived
+    monkeypatch.setattr(Pipe, "_arrived", lambda self, stage, m, way: {} if way == "F" else arrived(self, stage, m, way))
+    plan = pt.Plan(cluster="cpu", mesh={"pp": 2}, strategies=[OneFOneB(microbatches=2)])
+    with pytest.raises(RunFailed, match="did not receive what"):
+        pt.train(plan, model=seeded(Skips), batches=data(4), loss=skips_loss, optimizer=adamw, steps=1)
