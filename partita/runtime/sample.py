@@ -1,6 +1,7 @@
 """A sample of what a byte-level model learned."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,19 @@ def sample(
     module.eval()
     generator = torch.Generator().manual_seed(0)
     tokens = list(prompt.encode())
-    for _ in range(length):
-        logits = module(torch.tensor([tokens[-sequence:]]))[0, -1, :256].float()
-        tokens.append(int(torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)))
+    with _one_thread():
+        for _ in range(length):
+            logits = module(torch.tensor([tokens[-sequence:]]))[0, -1, :256].float()
+            tokens.append(int(torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)))
     return bytes(tokens).decode(errors="replace")
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Ops on one token are short: threads that wait for each other at every op cost far more than they save on busy cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

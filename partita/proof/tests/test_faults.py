@@ -16,6 +16,8 @@ from partita.strategy import Place
 from partita.workload import GPT, Workload
 
 KINDS = {"ddp": DDP, "zero1": Zero1, "zero2": Zero2, "fsdp": FSDP, "tensor_parallel": TensorParallel}
+# The two that share their verbs with another are of the slow lane.
+EVERY = [pytest.param(name, marks=pytest.mark.slow) if name in ("zero1", "zero2") else name for name in KINDS]
 VERBS = {DDP: "average_gradients", Zero1: "scatter_gradients", Zero2: "scatter_gradients", FSDP: "shard_parameters"}
 OTHER = {"dp": "tp", "tp": "dp"}
 WORKLOAD = Workload("gpt", GPT(layers=1, hidden=16, heads=2, vocab=16, sequence=4), batch=4, seed=1)
@@ -135,7 +137,7 @@ FAULTS = {
 
 @pytest.mark.gloo
 @pytest.mark.law
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_caught_and_named(kind, fault):
     made, fields = FAULTS[fault]
@@ -175,7 +177,7 @@ def around(net, axis):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_an_idle_call_is_seen_by_the_square_alone(kind):
     faulty = on_gradient(lambda net, axis: net.all_reduce(torch.zeros(3), axis))(KINDS[kind])
     proof = proof_of(faulty)
