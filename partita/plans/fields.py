@@ -1,6 +1,7 @@
 """Reads a TOML table into the fields of a dataclass, collecting every fault with its place.
 
-A field's annotation is its type: an `int` takes no bool, a `float` takes an integer, a `tuple[str, ...]` takes a list.
+A field's annotation is its type: an `int` takes no bool, a `float` takes an integer, a `tuple[str, ...]` takes a list, a
+`TextFile` a string: whoever knows the folder reads the file.
 Beyond its type a field may have a law, looked up by its name in `LAWS`; numbers are finite everywhere.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Union
 
 from partita.errors import Fault
+from partita.strategy import TextFile
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 HALF = ("bfloat16", "float16")
@@ -48,7 +50,7 @@ LAWS = {
     "vocab": Law(lambda v: v >= 2, "a vocabulary of one token has nothing to predict", "2 or more; 256 for bytes"),
 }
 _KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a table"}
-_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", TextFile: "the path of a text file"}
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -106,6 +108,8 @@ def convert(value: Any, hint: Any) -> tuple[bool, Any]:
         return fits, tuple(convert(v, item)[1] for v in value) if fits else value
     if origin is typing.Literal:
         return value in typing.get_args(hint), value
+    if hint is TextFile:
+        return isinstance(value, str | TextFile), value
     if hint in (int, float):
         fits = isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
         return fits, float(value) if fits and hint is float and abs(value) < 1 << 63 else value

@@ -16,7 +16,7 @@ from partita.plans.laws import Parts, plan_faults
 from partita.plans.overriding import override
 from partita.plans.plan import FORMAT, Plan, devices_of, is_path, size_faults
 from partita.plans.subjects import Read, model_names, read_table
-from partita.strategy import Strategy
+from partita.strategy import Strategy, TextFile
 from partita.workload import MODELS, Workload
 
 Garden = Mapping[str, type[Strategy]]
@@ -235,6 +235,9 @@ def _made(kind: type[Strategy], given: Mapping[str, Any], at: str, found: Found)
     hints = typing.get_type_hints(kind)
     own = {f.name: hints[f.name] for f in fields(kind)}
     values, faults = read(given, own, at, lambda _: COUNT)
+    for name in (n for n, value in values.items() if own[n] is TextFile and isinstance(value, str) and value):
+        values[name], wrong = text_file(values[name], found.folder, f"{at}.{name}")
+        faults += wrong
     faults += unknown_keys(given, [*own, "name"], at)
     for f in fields(kind):
         if f.default is MISSING and f.default_factory is MISSING and f.name not in given:
@@ -249,3 +252,19 @@ def _made(kind: type[Strategy], given: Mapping[str, Any], at: str, found: Found)
             faults = [Fault("P112", f"{kind.name} takes no such setting", have=str(error), at=at)]
     found.add(*faults)
     return None
+
+
+def text_file(value: str, folder: Path, at: str) -> tuple[TextFile | None, list[Fault]]:
+    """A text that a plan holds itself, in lines, or names by its path; a relative path stays in the plan's folder."""
+    if "\n" in value:
+        return TextFile(value), []
+    path = Path(value).expanduser()
+    where = (folder / path).resolve()
+    if not path.is_absolute() and not where.is_relative_to(folder):
+        law = "a relative path starts at the folder of the plan file and stays in it, so that both can move together"
+        what = f"path {value!r} leaves the folder of the plan"
+        return None, [Fault("P112", what, f"{where}, folder {folder}", law, f"a file in {folder}, or an absolute path", at)]
+    try:
+        return TextFile.read(where), []
+    except Refused as refused:
+        return None, [replace(f, at=at) for f in refused.faults]

@@ -30,7 +30,12 @@ def _pairs(table: Mapping[str, Any]) -> list[str]:
 
 
 def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _value(key)
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else f'"{_escaped(key)}"'
+
+
+def _escaped(text: str) -> str:
+    """Text as it stands between the quotes of TOML."""
+    return json.dumps(text, ensure_ascii=False)[1:-1].replace("\x7f", "\\u007f")
 
 
 def _value(value: Any) -> str:
@@ -39,7 +44,8 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return repr(value) if math.isfinite(value) else str(value)
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        lines = [_escaped(line) for line in value.split("\n")]
+        return f'"{lines[0]}"' if len(lines) == 1 else '"""\n' + "\n".join(lines) + '"""'
     if isinstance(value, Mapping):
         return "{" + ", ".join(_pairs(value)) + "}"
     if isinstance(value, list | tuple):

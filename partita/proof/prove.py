@@ -56,7 +56,8 @@ def prove_plan(plan: Plan, *, ranks: int | None = None, shrink: bool = True) -> 
     assert workload is not None, "the door refuses a plan without a workload"
     with tempfile.TemporaryDirectory(prefix="partita-") as folder:
         if shrink:
-            mesh = shrink_mesh(plan.mesh, ranks, whole=_own_size(workload))
+            fixed = [axis for s in plan.strategies for axis in s.fixed]
+            mesh = shrink_mesh(plan.mesh, ranks, whole=_own_size(workload), fixed=fixed)
             whole = replace(workload, accumulate=plan.microbatches)
             refuse(check(program_of(whole, cache_folder()), plan.strategies, plan.mesh))
             cuts = ways(plan.strategies, plan.mesh), ways(plan.strategies, mesh)

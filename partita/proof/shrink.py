@@ -10,7 +10,7 @@ A user's own code cannot be shrunk: it is proved at its own size, on an axis siz
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -28,18 +28,22 @@ SAMPLES = 2  # per rank and microbatch
 
 
 # ---------------------------------------------------------------- the mesh
-def shrink_mesh(mesh: Mesh, ranks: int | None, *, whole: bool = False) -> Mesh:
+def shrink_mesh(mesh: Mesh, ranks: int | None, *, whole: bool = False, fixed: Collection[str] = ()) -> Mesh:
     """The smallest mesh that keeps every axis, or the largest within `ranks`.
 
     Args:
         mesh: The plan's.
         ranks: Ranks the copy may use; None means the fewest.
         whole: The model keeps its size, so sizes must divide the plan's.
+        fixed: Axes that keep their size.
 
     Raises:
         Refused: P118 if `ranks` is below the smallest such mesh.
     """
-    legal = [[n for n in range(min(size, 2), size + 1) if not (whole and size % n)] for _, size in mesh.axes]
+    legal = [
+        [size] if axis in fixed else [n for n in range(min(size, 2), size + 1) if not (whole and size % n)]
+        for axis, size in mesh.axes
+    ]
     least = Mesh(tuple((name, sizes[0]) for name, sizes in zip(mesh.names, legal, strict=True)))
     if ranks is None:
         return least

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from partita.strategies.pipeline.interleaved import Interleaved
     from partita.strategies.pipeline.looped_bfs import LoopedBFS
     from partita.strategies.pipeline.one_f_one_b import OneFOneB
+    from partita.strategies.pipeline.own_schedule import OwnSchedule
     from partita.strategies.pipeline.zbv import ZBV
     from partita.strategies.pipeline.zero_bubble import ZeroBubble
     from partita.strategies.tensor.tensor_parallel import TensorParallel
@@ -37,6 +38,7 @@ HOUSE = {  # name in a plan -> where the class lives
     "interleaved": "partita.strategies.pipeline.interleaved:Interleaved",
     "looped_bfs": "partita.strategies.pipeline.looped_bfs:LoopedBFS",
     "one_f_one_b": "partita.strategies.pipeline.one_f_one_b:OneFOneB",
+    "own_schedule": "partita.strategies.pipeline.own_schedule:OwnSchedule",
     "zbv": "partita.strategies.pipeline.zbv:ZBV",
     "zero_bubble": "partita.strategies.pipeline.zero_bubble:ZeroBubble",
     "zero1": "partita.strategies.data.zero1:Zero1",
@@ -58,6 +60,7 @@ __all__ = [
     "LoopedBFS",
     "Offload",
     "OneFOneB",
+    "OwnSchedule",
     "Recompute",
     "TensorParallel",
     "Zero1",

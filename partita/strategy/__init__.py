@@ -12,6 +12,7 @@ from partita.strategy.composing import (
 )
 from partita.strategy.contract import Case, Place, Promise, Strategy
 from partita.strategy.pipelined import Pipelined
+from partita.strategy.textfile import TextFile
 
 __all__ = [
     "Bucketed",
@@ -20,6 +21,7 @@ __all__ = [
     "Place",
     "Promise",
     "Strategy",
+    "TextFile",
     "check",
     "close",
     "compose",

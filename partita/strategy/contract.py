@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from partita.errors import Fault
 from partita.mesh import Mesh
 from partita.program import Program
+from partita.strategy.textfile import TextFile
 
 if TYPE_CHECKING:
     from partita.runtime.site import Site
@@ -65,9 +66,15 @@ class Strategy(ABC):
         """The mesh axes it uses; its own field `axis` unless it says otherwise."""
         return (getattr(self, "axis"),)  # noqa: B009
 
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """Those of its axes that it runs on at one size alone; none unless it says otherwise."""
+        return ()
+
     def settings(self) -> dict[str, Any]:
         """Its fields as plain data, as a plan file writes them."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value.lines if isinstance(value, TextFile) else value for name, value in values.items()}
 
     @abstractmethod
     def check(self, program: Program, mesh: Mesh) -> Sequence[Fault]:

@@ -43,18 +43,26 @@ class Pipelined(Strategy):
     cut: str | tuple[str, ...] = field(default="auto", kw_only=True)
 
     def __post_init__(self) -> None:
-        refuse([*self._settings_faults()])
+        refuse([*self._settings_faults(), *self.own_faults()])
 
     @abstractmethod
     def schedule(self, ranks: int) -> Schedule:
         """Who runs what when, in one round."""
+
+    def laws(self, ranks: int) -> Sequence[Fault]:
+        """Why there is no schedule for so many ranks; what is known of the published method unless it says otherwise."""
+        return laws_of(self.name, ranks, self.microbatches, getattr(self, "virtual", None), at=f"strategy.{self.name}")
+
+    def own_faults(self) -> Sequence[Fault]:
+        """What is wrong with settings of its own; nothing unless it says otherwise."""
+        return ()
 
     # ---- the contract
     def check(self, program: Program, mesh: Mesh) -> Sequence[Fault]:
         size = mesh.size(self.axis)
         if size == 1:
             return []
-        if faults := [*self._laws(size), *self._path_faults(program)] or self._halves_faults(program, size):
+        if faults := [*self.laws(size), *self._path_faults(program)] or self._halves_faults(program, size):
             return faults
         try:
             self.stages(program, size)
@@ -101,9 +109,6 @@ class Pipelined(Strategy):
         return self.cut
 
     # ---- refusals
-    def _laws(self, size: int) -> list[Fault]:
-        return laws_of(self.name, size, self.microbatches, getattr(self, "virtual", None), at=f"strategy.{self.name}")
-
     def _path_faults(self, program: Program) -> list[Fault]:
         if not program.dynamic:
             return []

@@ -6,7 +6,7 @@ from partita.program.schedules.clock import Durations, Stuck, Timetable, alive, 
 from partita.program.schedules.filled import gpipe, interleaved, looped_bfs, one_f_one_b
 from partita.program.schedules.laws import SCHEDULES, Method, generate, laws_of
 from partita.program.schedules.split_backward import dualpipev, zbv, zero_bubble
-from partita.program.schedules.text import read, write
+from partita.program.schedules.text import read, unfit, write
 
 __all__ = [
     "SCHEDULES",
@@ -31,6 +31,7 @@ __all__ = [
     "one_f_one_b",
     "play",
     "read",
+    "unfit",
     "vee",
     "write",
     "zbv",

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from partita.errors import Fault
@@ -17,42 +18,61 @@ CODE = "P120"
 Runs = list[tuple[int, int]]  # of numbers: first and last of each
 
 
-def faults_of(schedule: Schedule, *, at: str = "") -> list[Fault]:
+@dataclass(frozen=True)
+class Where:
+    """Where a fault stands.
+
+    Args:
+        file: The user's; "" if there is none.
+        lines: Of each rank in it, if known.
+    """
+
+    file: str
+    lines: Sequence[int] = ()
+
+    def of(self, rank: int) -> str:
+        place = f"line {self.lines[rank]}, rank {rank}" if self.lines else f"rank {rank}"
+        return f"{self.file}: {place}" if self.file else place
+
+
+def faults_of(schedule: Schedule, *, at: str = "", lines: Sequence[int] = ()) -> list[Fault]:
     """Why the schedule cannot run; an empty list if it can.
 
     Args:
         schedule: Any lists of actions.
-        at: The user's file; ranks are named by their line.
+        at: The user's file.
+        lines: Where the actions of each rank stand in it, from 1.
     """
-    homeless = _homeless(schedule, at)
-    faults = [*homeless, *_count_faults(schedule, at), *_order_faults(schedule, at)]
+    where = Where(at, lines)
+    homeless = _homeless(schedule, where)
+    faults = [*homeless, *_count_faults(schedule, where), *_order_faults(schedule, where)]
     whole = 2 * schedule.stages * schedule.microbatches <= sum(map(len, schedule.order))
-    return faults + (_circle_faults(schedule, at) if whole and not homeless else [])
+    return faults + (_circle_faults(schedule, where) if whole and not homeless else [])
 
 
-def _homeless(schedule: Schedule, at: str) -> list[Fault]:
+def _homeless(schedule: Schedule, where: Where) -> list[Fault]:
     """Actions that no stage or microbatch of the schedule has, and actions on a rank that does not hold the stage."""
     faults = []
     for rank, row in enumerate(schedule.order):
         if not row:
             law = "every rank of a pipeline holds a stage"
             cure = "give it a stage, or make the axis smaller"
-            faults.append(Fault(CODE, f"rank {rank} runs nothing", f"ranks = {schedule.ranks}", law, cure, _line(at, rank)))
+            faults.append(Fault(CODE, f"rank {rank} runs nothing", f"ranks = {schedule.ranks}", law, cure, where.of(rank)))
         beyond = [a for a in row if a.stage >= schedule.stages or a.microbatch >= schedule.microbatches]
         if beyond:
             have = f"beyond {schedule.stages} stages of {schedule.microbatches} microbatches"
             what = f"rank {rank} runs {_some(beyond)}, which is not of this pipeline"
-            faults.append(Fault(CODE, what, have, ONCE, "leave it out", _line(at, rank)))
+            faults.append(Fault(CODE, what, have, ONCE, "leave it out", where.of(rank)))
         for stage in sorted({a.stage for a in row if a.stage < schedule.stages and schedule.placement[a.stage] != rank}):
             home = schedule.placement[stage]
             what = f"rank {rank} runs stage {stage}, which rank {home} holds"
             have = _some([a for a in row if a.stage == stage])
             law = "a stage and its parameters are on one rank"
-            faults.append(Fault(CODE, what, have, law, f"give every action of stage {stage} to one rank", _line(at, rank)))
+            faults.append(Fault(CODE, what, have, law, f"give every action of stage {stage} to one rank", where.of(rank)))
     return faults
 
 
-def _count_faults(schedule: Schedule, at: str) -> list[Fault]:
+def _count_faults(schedule: Schedule, where: Where) -> list[Fault]:
     """Passes that are missing or doubled."""
     seen: dict[int, dict[Pass, Counter[int]]] = defaultdict(lambda: {kind: Counter() for kind in Pass})
     for action in (a for row in schedule.order for a in row):
@@ -60,13 +80,13 @@ def _count_faults(schedule: Schedule, at: str) -> list[Fault]:
     faults = []
     if absent := _gaps(seen, schedule.stages):
         what = f"no rank runs {_named('stage', absent)}"
-        faults.append(Fault(CODE, what, f"stages = {schedule.stages}", ONCE, f"add {absent[0][0]}F0 and the rest", at))
+        faults.append(Fault(CODE, what, f"stages = {schedule.stages}", ONCE, f"add {absent[0][0]}F0 and the rest", where.file))
     for stage in (s for s, _ in enumerate(schedule.placement) if s in seen):
         rank = schedule.placement[stage]
         for fact, runs, cure in _stage_facts(seen[stage], schedule.microbatches):
             what = f"stage {stage} {fact} {_named('microbatch', runs)}"
             have = f"microbatches = {schedule.microbatches}, stage {stage} on rank {rank}"
-            faults.append(Fault(CODE, what, have, ONCE, cure.format(stage=stage, k=runs[0][0]), _line(at, rank)))
+            faults.append(Fault(CODE, what, have, ONCE, cure.format(stage=stage, k=runs[0][0]), where.of(rank)))
     return faults
 
 
@@ -86,7 +106,7 @@ def _stage_facts(seen: dict[Pass, Counter[int]], microbatches: int) -> Iterable[
     return [fact for fact in facts if fact[1]]
 
 
-def _order_faults(schedule: Schedule, at: str) -> list[Fault]:
+def _order_faults(schedule: Schedule, where: Where) -> list[Fault]:
     """Passes that stand before what they need on their own rank."""
     faults = []
     for rank, row in enumerate(schedule.order):
@@ -98,16 +118,16 @@ def _order_faults(schedule: Schedule, at: str) -> list[Fault]:
                 continue
             what = f"rank {rank} runs {action} before {before}"
             have = f"{action} is number {place + 1} of the line, {before} number {first[before] + 1}"
-            faults.append(Fault(CODE, what, have, ORDER, f"put {before} before {action}", _line(at, rank)))
+            faults.append(Fault(CODE, what, have, ORDER, f"put {before} before {action}", where.of(rank)))
     return faults
 
 
-def _circle_faults(schedule: Schedule, at: str) -> list[Fault]:
+def _circle_faults(schedule: Schedule, where: Where) -> list[Fault]:
     """Ranks that wait for each other for ever."""
     try:
         play(schedule)
     except Stuck as stuck:
-        return [_circle_fault(schedule, circle, at) for circle in _circles(schedule, stuck.at)]
+        return [_circle_fault(schedule, circle, where) for circle in _circles(schedule, stuck.at)]
     return []
 
 
@@ -135,7 +155,7 @@ def _circles(schedule: Schedule, at: Sequence[int]) -> list[list[tuple[int, Acti
     return circles
 
 
-def _circle_fault(schedule: Schedule, circle: list[tuple[int, Action, Action]], at: str) -> Fault:
+def _circle_fault(schedule: Schedule, circle: list[tuple[int, Action, Action]], where: Where) -> Fault:
     names = [rank for rank, _, _ in circle]
     ring = " -> ".join(map(str, [*names, names[0]]))
     who = f"ranks {ring} wait for each other" if len(names) > 1 else f"rank {names[0]} waits for itself"
@@ -145,11 +165,7 @@ def _circle_fault(schedule: Schedule, circle: list[tuple[int, Action, Action]], 
     rank, stands, wanted = circle[-1]
     holder, blocked, _ = circle[0]
     cure = f"put {wanted} before {blocked} on rank {holder}, or break the circle at another of its places"
-    return Fault(CODE, who, "\n".join(have), CIRCLE, cure, _line(at, names[0]))
-
-
-def _line(at: str, rank: int) -> str:
-    return f"{at}: rank {rank}" if at else f"rank {rank}"
+    return Fault(CODE, who, "\n".join(have), CIRCLE, cure, where.of(names[0]))
 
 
 def _some(actions: Sequence[Action], most: int = 4) -> str:

@@ -43,19 +43,32 @@ def read(text: str, name: str = "file", *, ranks: int | None = None, microbatche
         (0, 1)
     """
     faults: list[Fault] = []
-    order = []
+    order, lines = [], []
     for number, line in enumerate(text.splitlines(), start=1):
         content = line.partition("#")[0].strip()
         if content:
             order.append(_row(content, f"{name}: line {number}", faults))
+            lines.append(number)
     if not any(order) and not faults:
         cure = "a line a rank, e.g. 0F0,0B0"
         raise Refused(Fault("P110", f"{name!r} holds no action", f"{len(order)} lines", FORM, cure, name))
     refuse(faults)
     refuse(_gap_faults(order, name))
     schedule = Schedule(name, rows(order), _placement(order), 1 + max(a.microbatch for row in order for a in row))
-    refuse([*_plan_faults(schedule, ranks, microbatches), *faults_of(schedule, at=name)])
+    refuse([*unfit(schedule, ranks=ranks, microbatches=microbatches), *faults_of(schedule, at=name, lines=lines)])
     return schedule
+
+
+def unfit(schedule: Schedule, *, ranks: int | None = None, microbatches: int | None = None) -> list[Fault]:
+    """What of a plan the schedule of a file is not for; None is not asked about."""
+    faults = []
+    for noun, has, wants in (("ranks", schedule.ranks, ranks), ("microbatches", schedule.microbatches, microbatches)):
+        if wants not in (None, has):
+            what = f"the schedule of {schedule.name!r} is not for {wants} {noun}"
+            law = "a schedule is written for one number of ranks (a line each) and of microbatches"
+            cure = f"{noun} = {has} in the plan, or another file"
+            faults.append(Fault(CODE, what, f"{has} in the file, {wants} in the plan", law, cure, schedule.name))
+    return faults
 
 
 def _row(line: str, at: str, faults: list[Fault]) -> list[Action]:
@@ -90,15 +103,4 @@ def _gap_faults(order: list[list[Action]], at: str) -> list[Fault]:
             law = f"{noun} numbers start at 0 and leave none out, and each has a forward and a backward"
             cure = f"{noun} = {len(actions) // 2 - 1} or less" if len(actions) > 1 else f"{noun} = 0"
             faults.append(Fault(CODE, f"{noun} {highest} cannot be", f"{len(actions)} actions in all", law, cure, at))
-    return faults
-
-
-def _plan_faults(schedule: Schedule, ranks: int | None, microbatches: int | None) -> list[Fault]:
-    faults = []
-    for noun, has, wants in (("ranks", schedule.ranks, ranks), ("microbatches", schedule.microbatches, microbatches)):
-        if wants not in (None, has):
-            what = f"the schedule of {schedule.name!r} is not for {wants} {noun}"
-            law = "a schedule is written for one number of ranks (a line each) and of microbatches"
-            cure = f"{noun} = {has} in the plan, or another file"
-            faults.append(Fault(CODE, what, f"{has} in the file, {wants} in the plan", law, cure, schedule.name))
     return faults
