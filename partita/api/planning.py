@@ -76,7 +76,7 @@ def estimate(plan: Plan, program: Program | None = None) -> Estimate:
         workload = with_workload(plan)
         program = program_of(replace(workload, accumulate=plan.microbatches), cache_folder())
     refuse(check(program, plan.strategies, plan.mesh))
-    roles = compose_roles(program, plan.strategies, plan.mesh)
+    roles = compose_roles(program, plan.strategies, plan.mesh, alike=True)
     cluster = cluster_at(plan.cluster)
     return Estimate(plan, roles, cluster, predict(roles, cluster, plan.mesh, workload or Workload("python")))
 

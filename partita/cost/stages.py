@@ -7,7 +7,7 @@
 A microbatch of a stage keeps what was received, what backward will read, and what was sent, until its backward is done.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from partita.cost.memory import (
@@ -21,8 +21,9 @@ from partita.cost.memory import (
     roots,
     static_bytes,
 )
+from partita.program.blocks import block_number
 from partita.program.events import RECEIVED, Collective, Compute, Event
-from partita.program.program import Program
+from partita.program.program import Pipeline, Program
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,25 @@ class Pass:
     at: str
 
 
-def role_occupancy(program: Program, backend: str = "nccl", kernel: float = 0.0) -> Occupancy:
+def stage_passes(program: Program, backend: str) -> tuple[Mapping[str, Pass], ...]:
+    """What one microbatch holds during and after each pass of each stage of a role."""
+    assert program.pipeline is not None, "only a role has turns"
+    return tuple(_profile(program, s, backend) for s in program.pipeline.stages)
+
+
+def role_occupancy(
+    program: Program, backend: str = "nccl", kernel: float = 0.0, passes: Sequence[Mapping[str, Pass]] | None = None
+) -> Occupancy:
     """Peak memory of a rank of a pipeline.
 
     Args:
         program: Of a role.
         backend, kernel: As of `occupancy`.
+        passes: What `stage_passes` finds, of this role or of one of its kind.
     """
     pipeline = program.pipeline
     assert pipeline is not None, "only a role has turns"
-    stages = {s: _profile(program, s, backend) for s in pipeline.stages}
+    stages = dict(zip(pipeline.stages, passes or stage_passes(program, backend), strict=True))
     alive: dict[tuple[int, int], int] = {}
     peak, best, gradients, copies = -1, "", 0, 0
     for turn in pipeline.turns:
@@ -55,7 +65,7 @@ def role_occupancy(program: Program, backend: str = "nccl", kernel: float = 0.0)
         one = stages[stage][kind]
         others = sum(size for key, size in alive.items() if key != (stage, turn.microbatch))
         if others + one.peak > peak:
-            peak, best, gradients, copies = others + one.peak, one.at, one.gradients, one.copies
+            peak, best, gradients, copies = others + one.peak, _own_path(pipeline, stage, one.at), one.gradients, one.copies
         alive[stage, turn.microbatch] = one.left
         if not one.left:
             del alive[stage, turn.microbatch]
@@ -72,6 +82,17 @@ def role_occupancy(program: Program, backend: str = "nccl", kernel: float = 0.0)
         "other": sum(other.values()),
     }
     return Occupancy(sum(static.values()) + buffers + peak + kernels, best, parts, other)
+
+
+def _own_path(pipeline: Pipeline, stage: int, at: str) -> str:
+    """A place in a stage with the module path of its own rank, where its kind is said once."""
+    behind, prefix = dict(zip(pipeline.stages, pipeline.behind, strict=False)).get(stage, (0, ""))
+    phase, _, rest = at.partition(" ")
+    module, _, op = rest.partition(": ")
+    number = block_number(prefix, module) if behind else None
+    if number is None:
+        return at
+    return f"{phase} {prefix}{number + behind}{module[len(f'{prefix}{number}') :]}: {op}"
 
 
 def _split(part: str) -> tuple[int, str]:

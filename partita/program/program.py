@@ -31,6 +31,8 @@ class Pipeline:
         count: Stages of the whole pipeline.
         turns: What the rank does in one round, messages included, in order.
         microbatches: Of a round; a step has `Program.microbatches / microbatches` rounds.
+        behind: Per stage, by how many blocks the module paths of a program said for several ranks are behind its own, and
+            the path before their number; empty where they are its own.
     """
 
     axis: str
@@ -39,6 +41,7 @@ class Pipeline:
     count: int
     turns: tuple[Turn, ...]
     microbatches: int
+    behind: tuple[tuple[int, str], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

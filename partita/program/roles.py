@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from partita.program.alike import Short, standing_for, turned
 from partita.program.blocks import renumbered
 from partita.program.events import RECEIVED, Collective, Compute, Event, Kind, Phase, Repeat, Tensor
 from partita.program.fold import unfold
@@ -77,7 +78,30 @@ def roles(program: Program, stages: Stages, schedule: Schedule, axis: str) -> tu
     """
     turns = lower(schedule, [(bool(c.forward), bool(c.backward)) for c in stages.crossings])
     caster = _Caster(program, stages, schedule, axis)
-    return tuple(caster.role(rank, turns[rank]) for rank in range(schedule.ranks))
+    return tuple(caster.role(rank, schedule.held[rank], turns[rank]) for rank in range(schedule.ranks))
+
+
+def alike_roles(short: Short, schedule: Schedule, axis: str) -> tuple[Program, ...]:
+    """The program of each rank, those of one kind cast once: they have the same tensors and events.
+
+    Args:
+        short: One rank of each kind.
+        schedule, axis: As of `roles`.
+    """
+    ends = [(bool(c.forward), bool(c.backward)) for c in short.stages.crossings]
+    turns = lower(schedule, [ends[min(s, len(ends) - 1)] for s in range(schedule.stages - 1)])
+    placement = tuple(next(r for r in set(short.stands) if s in schedule.held[r]) for s in short.place)
+    caster = _Caster(short.program, short.stages, replace(schedule, placement=placement), axis)
+    cast: dict[int, Program] = {}
+    found = []
+    for rank, kind in enumerate(short.stands):
+        if kind not in cast:
+            held = tuple(short.place[s] for s in schedule.held[kind])
+            cast[kind] = caster.role(kind, held, turned(turns[kind], short.place))
+        mine, behind = schedule.held[rank], short.behind(schedule.held[rank], schedule.held[kind])
+        own = Pipeline(axis, rank, mine, schedule.stages, turns[rank], schedule.microbatches, behind)
+        found.append(standing_for(cast[kind], own))
+    return tuple(found)
 
 
 @dataclass
@@ -108,8 +132,7 @@ class _Caster:
             o: e for e in self.program.events() if isinstance(e, Compute) and e.phase == Phase.BACKWARD for o in e.outs
         }
 
-    def role(self, rank: int, turns: tuple[Turn, ...]) -> Program:
-        held = self.schedule.held[rank]
+    def role(self, rank: int, held: tuple[int, ...], turns: tuple[Turn, ...]) -> Program:
         mine = {name for name, at in self.stages.holders.items() if set(at) & set(held)}
         parts = self._parts(held, turns)
         gradients = self._gradients(mine, [e for s in held for e in self.of[s]])

@@ -5,14 +5,15 @@ schedule    play: who waits for whom; the bubble is what is waited
 once        buckets still in flight, tied gradients, loss, norm and optimizer of the slowest rank
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from partita.cluster import Cluster
 from partita.cost.figures import Figures, Why
-from partita.cost.stages import role_occupancy
+from partita.cost.stages import role_occupancy, stage_passes
 from partita.mesh import Mesh
-from partita.program.events import Collective, Phase
+from partita.program.events import Collective, Phase, Repeat
 from partita.program.program import Program
 from partita.program.schedules import Action, Durations, Schedule, Timetable, play
 from partita.program.schedules import Pass as Kind
@@ -22,6 +23,7 @@ from partita.simulate.figures import band_of, estimate, explain, traffic
 from partita.units import format_bytes
 from partita.workload import Workload
 
+T = TypeVar("T")
 COMPUTES = {kind.value: kind for kind in Kind}
 
 
@@ -73,24 +75,25 @@ def _split(part: str) -> tuple[int, str]:
 def play_roles(roles: Sequence[Program], cluster: Cluster, mesh: Mesh) -> Played:
     """One step of all roles by the clock."""
     schedule = schedule_of(roles)
-    costs = tuple(costs_of(role, cluster, mesh) for role in roles)
+    first = firsts(roles)
+    costs = of_kind(first, lambda r: costs_of(roles[r], cluster, mesh))
+    alone = of_kind(first, lambda r: [_played(s, cluster, costs[r]) for s in roles[r].segments])
     seconds: dict[str, dict[int, float]] = {kind: {} for kind in COMPUTES}
     send, back = [0.0] * (schedule.stages - 1), [0.0] * (schedule.stages - 1)
     once = []
-    for role, cost in zip(roles, costs, strict=True):
+    for role, cost, played in zip(roles, costs, alone, strict=True):
         assert role.pipeline is not None, "a role has turns"
         late = 0.0
-        for segment in (s for s in role.segments if s.part):
+        for segment, (plain, last) in ((s, times) for s, times in zip(role.segments, played, strict=True) if s.part):
             stage, kind = _split(segment.part)
-            plain = play_segment(segment, cluster, cost, last=False)
             if kind in COMPUTES:
                 adding = cost.handling(last=False) / len(role.pipeline.stages) if kind in "BW" else 0.0
                 seconds[kind][stage] = plain + adding
-                late += play_segment(segment, cluster, cost, last=True) - plain
+                late += last - plain
             elif kind.startswith("SEND"):
                 cut, way = (stage, send) if kind == "SEND_F" else (stage - 1, back)
                 way[cut] = plain
-        tail = sum(play_segment(s, cluster, cost, last=True) for s in role.segments if not s.part)
+        tail = sum(last for s, (_, last) in zip(role.segments, played, strict=True) if not s.part)
         once.append(late + tail + cost.handling(last=True) - cost.handling(last=False))
     each = {k: [by.get(s, 0.0) for s in range(schedule.stages)] for k, by in seconds.items()}
     durations = Durations(forward=each["F"], input=each["I"], weight=each["W"], backward=each["B"], send=send, send_back=back)
@@ -98,6 +101,24 @@ def play_roles(roles: Sequence[Program], cluster: Cluster, mesh: Mesh) -> Played
     rounds = roles[0].microbatches // schedule.microbatches
     compute = tuple(rounds * busy for busy in table.busy)
     return Played(schedule, table, rounds, max(once), costs, compute)
+
+
+def _played(segment: Repeat, cluster: Cluster, cost: Costs) -> tuple[float, float]:
+    """Seconds of a segment by itself: of any microbatch, and of the last."""
+    plain = play_segment(segment, cluster, cost, last=False) if segment.part else 0.0
+    return plain, play_segment(segment, cluster, cost, last=True)
+
+
+def firsts(roles: Sequence[Program]) -> list[int]:
+    """Per role, the first one that it shares its tensors with: roles of one kind are said once."""
+    seen: dict[int, int] = {}
+    return [seen.setdefault(id(role.tensors), r) for r, role in enumerate(roles)]
+
+
+def of_kind(first: Sequence[int], of: Callable[[int], T]) -> tuple[T, ...]:
+    """Per role, what is found of the first of its kind."""
+    found = {r: of(r) for r in dict.fromkeys(first)}
+    return tuple(found[r] for r in first)
 
 
 def estimate_roles(roles: Sequence[Program], cluster: Cluster, mesh: Mesh, workload: Workload) -> Figures:
@@ -108,7 +129,10 @@ def estimate_roles(roles: Sequence[Program], cluster: Cluster, mesh: Mesh, workl
         cluster, mesh, workload: As of `estimate`.
     """
     played = play_roles(roles, cluster, mesh)
-    fullest = max((role_occupancy(role, cluster.backend, cluster.kernel) for role in roles), key=lambda found: found.peak)
+    first = firsts(roles)
+    passes = of_kind(first, lambda r: stage_passes(roles[r], cluster.backend))
+    held = (role_occupancy(r, cluster.backend, cluster.kernel, known) for r, known in zip(roles, passes, strict=True))
+    fullest = max(held, key=lambda found: found.peak)
     low, high, notes = band_of(cluster, played.costs[0].crowd, mesh)
     room = cluster.room(mesh.ranks)
     busiest = max(range(len(roles)), key=lambda r: played.compute[r])
@@ -120,7 +144,7 @@ def estimate_roles(roles: Sequence[Program], cluster: Cluster, mesh: Mesh, workl
         peak=fullest.peak,
         peak_at=fullest.at,
         traffic=traffic(busiest_of(roles), cluster, mesh),
-        flop=sum(float(role.flop()) for role in roles) / len(roles),
+        flop=sum(of_kind(first, lambda r: float(roles[r].flop()))) / len(roles),
         compute_seconds=played.compute[busiest],
         exposed_communication_seconds=max(0.0, played.once - _optimizer(roles[busiest], played.costs[busiest])),
         bubble_fraction=played.table.bubble,
@@ -128,7 +152,7 @@ def estimate_roles(roles: Sequence[Program], cluster: Cluster, mesh: Mesh, workl
         samples=workload.batch,
         tokens=workload.batch * workload.sequence if workload.sequence else None,
         fits=fullest.peak <= room,
-        opaque_share=max(role.opaque_share() for role in roles),
+        opaque_share=max(of_kind(first, lambda r: roles[r].opaque_share())),
         why=_why(roles, cluster, played, busiest),
         notes=(
             *cluster.notes,
@@ -148,7 +172,8 @@ def predict(roles: Sequence[Program], cluster: Cluster, mesh: Mesh, workload: Wo
 
 def busiest_of(roles: Sequence[Program]) -> Program:
     """The role that sends most, the first of equals."""
-    return max(roles, key=sent_bytes)
+    sent = of_kind(firsts(roles), lambda r: sent_bytes(roles[r]))
+    return roles[sent.index(max(sent))]
 
 
 def sent_bytes(role: Program) -> int:

@@ -6,11 +6,12 @@ data                            rewrite each role: buckets are of the parameters
 close                           what the step itself does across ranks
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from partita.errors import Fault
 from partita.mesh import Mesh
 from partita.program import Collective, Phase, Program, Rows, Split
+from partita.program.alike import standing_for
 from partita.program.program import before_optimizer
 from partita.strategy.contract import Place, Strategy
 from partita.strategy.pipelined import Pipelined
@@ -23,19 +24,58 @@ def compose(program: Program, strategies: Sequence[Strategy], mesh: Mesh) -> Pro
     return compose_roles(program, strategies, mesh)[0]
 
 
-def compose_roles(program: Program, strategies: Sequence[Strategy], mesh: Mesh) -> tuple[Program, ...]:
-    """Program′ of each role, by its coordinate on the pipeline axis."""
+Rewriting = Callable[[Strategy, Program, Mesh], Program]
+
+
+def rewriting(strategy: Strategy, program: Program, mesh: Mesh) -> Program:
+    """What the strategy says."""
+    return strategy.rewrite(program, mesh)
+
+
+class Remembered:
+    """What strategies said, each once: for plans that begin alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, tuple[Program, Program]] = {}
+
+    def __call__(self, strategy: Strategy, program: Program, mesh: Mesh) -> Program:
+        key = id(program), strategy, mesh.axes
+        if key not in self._known:
+            self._known[key] = program, strategy.rewrite(program, mesh)  # the program is kept too, and so is its id
+        return self._known[key][1]
+
+
+def compose_roles(
+    program: Program, strategies: Sequence[Strategy], mesh: Mesh, *, alike: bool = False, rewrite: Rewriting = rewriting
+) -> tuple[Program, ...]:
+    """Program′ of each role, by its coordinate on the pipeline axis.
+
+    Args:
+        program: Of one device.
+        strategies: Innermost first.
+        mesh: The ranks.
+        alike: Roles that are equal but for their position are said once: they share their tensors and events, module paths
+            included (`Pipeline.behind`). For whoever only reads figures.
+        rewrite: Has a strategy say something.
+    """
     pipeline = pipeline_of(strategies, mesh)
     if pipeline is None:
         for strategy in strategies:
-            program = strategy.rewrite(program, mesh)
+            program = rewrite(strategy, program, mesh)
         return (close(program),)
     for strategy in inside(strategies):
-        program = strategy.rewrite(program, mesh)
-    roles = pipeline.cast(program, mesh)
-    for strategy in (s for s in strategies if s.place == Place.DATA):
-        roles = tuple(strategy.rewrite(role, mesh) for role in roles)
-    return tuple(map(close, roles))
+        program = rewrite(strategy, program, mesh)
+    data = [s for s in strategies if s.place == Place.DATA]
+    said: dict[int, Program] = {}  # by the tensors that roles share
+    roles = pipeline.cast(program, mesh, alike=alike)
+    for role in roles:
+        if id(role.tensors) not in said:
+            first = role
+            for strategy in data:
+                first = strategy.rewrite(first, mesh)
+            said[id(role.tensors)] = close(first)
+    pairs = ((said[id(role.tensors)], role.pipeline) for role in roles)
+    return tuple(standing_for(first, own) if own and first.pipeline != own else first for first, own in pairs)
 
 
 def pipeline_of(strategies: Sequence[Strategy], mesh: Mesh) -> Pipelined | None:
@@ -55,13 +95,18 @@ def microbatches(strategies: Sequence[Strategy], accumulate: int) -> int:
     return accumulate
 
 
-def check(program: Program, strategies: Sequence[Strategy], mesh: Mesh) -> list[Fault]:
-    """What the strategies of a plan refuse, each seeing the Program as those inside it left it."""
-    for strategy in strategies:
+def check(program: Program, strategies: Sequence[Strategy], mesh: Mesh, *, rewrite: Rewriting = rewriting) -> list[Fault]:
+    """What the strategies of a plan refuse, each seeing the Program as those inside it left it.
+
+    A pipeline cuts what it is given before any data strategy: those rewrite its roles.
+    """
+    for number, strategy in enumerate(strategies):
         faults = list(strategy.check(program, mesh))
         if faults:
             return faults
-        program = strategy.rewrite(program, mesh)
+        later = strategies[number + 1 :]
+        if later and (strategy.place < Place.DATA or later[0].place == Place.DATA):
+            program = rewrite(strategy, program, mesh)
     return []
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, ClassVar
 from partita.errors import Fault, Refused, refuse
 from partita.mesh import Mesh
 from partita.program import Phase, Program
+from partita.program.alike import runs_of_blocks, shortened
 from partita.program.fold import unfold
-from partita.program.roles import roles
+from partita.program.roles import alike_roles, roles
 from partita.program.schedules import Schedule, laws_of
 from partita.program.stages import Stages, cut, even
 from partita.strategy.contract import Place, Promise, Strategy
@@ -65,7 +66,9 @@ class Pipelined(Strategy):
         if faults := [*self.laws(size), *self._path_faults(program)] or self._halves_faults(program, size):
             return faults
         try:
-            self.stages(program, size)
+            starts = self.starts(program, self.schedule(size).stages)
+            if len(runs_of_blocks(program, starts)[1]) == 1:  # runs of blocks, first to last, are stages
+                cut(unfold(program), starts)
         except Refused as refused:
             return [replace(f, at=f"strategy.{self.name}.{f.at}") for f in refused.faults]
         return []
@@ -74,16 +77,18 @@ class Pipelined(Strategy):
         """The program with its axis; `cast` has the roles, which are what ranks do."""
         return replace(program, axes={**program.axes, self.axis: mesh.size(self.axis)})
 
-    def cast(self, program: Program, mesh: Mesh) -> tuple[Program, ...]:
-        """The role of every coordinate on the axis."""
+    def cast(self, program: Program, mesh: Mesh, *, alike: bool = False) -> tuple[Program, ...]:
+        """The role of every coordinate on the axis; `alike`: those of one kind are said once and share what they say."""
         size = mesh.size(self.axis)
         if size == 1:
             return (replace(program, axes={**program.axes, self.axis: 1}),)
-        flat = unfold(program)
         schedule = self.schedule(size)
-        stages = cut(flat, self.starts(program, schedule.stages))
-        note = f"{self.name}: {stages.count} stages begin with the first module, {', '.join(stages.starts[1:])}"
-        return roles(flat.with_notes(note), stages, schedule, self.axis)
+        starts = self.starts(program, schedule.stages)
+        noted = program.with_notes(f"{self.name}: {schedule.stages} stages begin with the first module, {', '.join(starts)}")
+        if alike and (short := shortened(noted, starts, schedule)) is not None:
+            return alike_roles(short, schedule, self.axis)
+        flat = unfold(noted)
+        return roles(flat, cut(flat, starts), schedule, self.axis)
 
     def apply(self, site: "Site") -> None:
         if site.mesh.size(self.axis) > 1:
