@@ -114,9 +114,12 @@ def plan(
     """
     task = plans.read_workload(workload) if isinstance(workload, str) else plans.complete(workload)
     cluster = cluster_at(on)
-    program = program_of(task, cache_folder())
     kinds = list(GARDEN.values())
-    return search.search(program, cluster, ranks or cluster.devices, task, kinds, minimise=minimise, memory=memory)
+
+    def parted(microbatches: int) -> Program:
+        return program_of(replace(task, accumulate=microbatches), cache_folder())
+
+    return search.search(parted, cluster, ranks or cluster.devices, task, kinds, minimise=minimise, memory=memory)
 
 
 def cluster_at(name: str) -> Cluster:

@@ -6,7 +6,7 @@ from partita.cluster import Cluster
 from partita.cost.collective import backend_bytes
 from partita.cost.compute import Price
 from partita.cost.figures import Figures, Traffic, Why
-from partita.cost.memory import occupancy
+from partita.cost.memory import Occupancy, occupancy
 from partita.mesh import Mesh
 from partita.program.events import WIDTH, Collective, Compute
 from partita.program.program import Program
@@ -16,7 +16,7 @@ from partita.units import format_bytes, format_count
 from partita.workload import Workload
 
 
-def estimate(program: Program, cluster: Cluster, mesh: Mesh, workload: Workload) -> Figures:
+def estimate(program: Program, cluster: Cluster, mesh: Mesh, workload: Workload, held: Occupancy | None = None) -> Figures:
     """Time, memory and traffic of one optimizer step of a plan.
 
     Args:
@@ -24,10 +24,11 @@ def estimate(program: Program, cluster: Cluster, mesh: Mesh, workload: Workload)
         cluster: Where it runs.
         mesh: The plan's.
         workload: Samples and dtype.
+        held: Its memory, where that is known.
     """
     costs = costs_of(program, cluster, mesh)
     line = run_clock(program, cluster, costs)
-    memory = occupancy(program, cluster.backend, cluster.kernel)
+    memory = held or occupancy(program, cluster.backend, cluster.kernel)
     low, high, notes = band_of(cluster, costs.crowd, mesh)
     room = cluster.room(mesh.ranks)
     sequence = workload.sequence

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from partita.cluster import Cluster
 from partita.cost.figures import Figures, Why
+from partita.cost.memory import Occupancy
 from partita.cost.stages import role_occupancy, stage_passes
 from partita.mesh import Mesh
 from partita.program.events import Collective, Phase, Repeat
@@ -163,10 +164,12 @@ def estimate_roles(roles: Sequence[Program], cluster: Cluster, mesh: Mesh, workl
     )
 
 
-def predict(roles: Sequence[Program], cluster: Cluster, mesh: Mesh, workload: Workload) -> Figures:
-    """The figures of a plan, whether its ranks do the same or have roles in a pipeline."""
+def predict(
+    roles: Sequence[Program], cluster: Cluster, mesh: Mesh, workload: Workload, held: Occupancy | None = None
+) -> Figures:
+    """The figures of a plan, whether its ranks do the same or have roles in a pipeline; `held`: as of `estimate`."""
     if roles[0].pipeline is None:
-        return estimate(roles[0], cluster, mesh, workload)
+        return estimate(roles[0], cluster, mesh, workload, held)
     return estimate_roles(roles, cluster, mesh, workload)
 
 

@@ -2,6 +2,7 @@
 
 from partita.strategy.bucketed import Bucketed
 from partita.strategy.composing import (
+    Remembered,
     check,
     close,
     compose,
@@ -20,6 +21,7 @@ __all__ = [
     "Pipelined",
     "Place",
     "Promise",
+    "Remembered",
     "Strategy",
     "TextFile",
     "check",

@@ -54,6 +54,11 @@ class Pipelined(Strategy):
         """Why there is no schedule for so many ranks; what is known of the published method unless it says otherwise."""
         return laws_of(self.name, ranks, self.microbatches, getattr(self, "virtual", None), at=f"strategy.{self.name}")
 
+    @classmethod
+    def parted(cls, microbatches: int) -> "Sequence[Pipelined]":
+        """Settings a search tries with so many microbatches; its defaults unless it says otherwise."""
+        return (cls(microbatches=microbatches),)
+
     def own_faults(self) -> Sequence[Fault]:
         """What is wrong with settings of its own; nothing unless it says otherwise."""
         return ()

@@ -54,8 +54,8 @@ class OwnSchedule(Pipelined):
         return [_placed(f, f"strategy.{self.name}.") for f in unfit(self._read, ranks=ranks)]
 
     @classmethod
-    def offers(cls) -> Sequence["OwnSchedule"]:
-        return ()
+    def parted(cls, microbatches: int) -> Sequence["OwnSchedule"]:
+        return ()  # nobody but the user has a file
 
     @classmethod
     def cases(cls) -> Sequence[Case]:
