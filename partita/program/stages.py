@@ -157,6 +157,8 @@ class _Cutter:
             if event.phase in (Phase.BACKWARD, Phase.RECOMPUTE):
                 home = homes.get(event.module, ())
                 if isinstance(event, Compute):
+                    if event.phase == Phase.RECOMPUTE and home and min(home) > stage:
+                        raise Refused(_region_of_stages(event, stage, min(home)))
                     stage = min(stage, *home) if len(home) == 1 else stage
                     makers.update(dict.fromkeys(event.outs, stage))
                 made = [makers[i] for i in event.tensors if i in makers] if not isinstance(event, Compute) else []
@@ -313,6 +315,13 @@ def _no_parameters(starts: Sequence[str], stage: int) -> Fault:
     begins = repr(starts[stage]) if stage else "the model"
     cure = "fewer stages, or cut points further apart"
     return Fault("P121", f"stage {stage}, which begins with {begins}, has no parameters", "", LAW, cure, "cut")
+
+
+def _region_of_stages(event: Event, first: int, other: int) -> Fault:
+    law = "a region is computed again on one rank, just before its backward pass, and a stage holds a part of the model"
+    cure = "recompute with policy = 'block' or 'selective', which make a region of each block; or fewer stages"
+    what = "a region that is computed again is cut into stages"
+    return Fault("P116", what, f"{event.module!r} on stage {other}, what comes before on stage {first}", law, cure, "cut")
 
 
 def _too_few(names: Sequence[str], count: int) -> Fault:

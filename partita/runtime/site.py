@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from partita.errors import Fault, refuse
 from partita.mesh import Mesh
 from partita.program import Kind, Program
 from partita.program.buckets import cut_buckets
@@ -85,18 +84,6 @@ def transient(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_buffers() if name not in kept]
 
 
-def _whole_model(axis: str, size: int) -> Fault:
-    """P116 for a model that is one region and is cut into stages."""
-    return Fault(
-        "P116",
-        "Recompute(policy='full') makes one region of a model that is cut into stages",
-        f"{axis} = {size}",
-        "a region is computed again on one rank, and a stage holds a part of the model",
-        "policy = 'block' or 'selective', which give each block of a stage a region of its own",
-        f"mesh.{axis}",
-    )
-
-
 def _reduction(axis: str, buckets: Sequence[Sequence[str]], dtype: str | None) -> Reduction:
     return Reduction(axis, [list(b) for b in buckets if b], getattr(torch, dtype) if dtype else None)
 
@@ -129,7 +116,6 @@ class Site:
         self._replays: list[Replay] = []
         self._statistics: list[str] = []
         self._offloaded: set[str] = set()
-        self._regions: list[str] = []  # modules that are computed again
         self._pieces: dict[str, Tensor] = {}
         self._rooms: dict[str, int] = {}  # elements of a piece on the rank with the most of them
         self._gathering: Gathering | None = None
@@ -263,7 +249,6 @@ class Site:
     def cut_stages(self, strategy: Pipelined) -> None:
         """Keep this rank's stages of the module, and run its microbatches in turns with the other ranks of the axis."""
         axis, size = strategy.axis, self.net.size(strategy.axis)
-        refuse([_whole_model(axis, size)] if "" in self._regions else [])
         stages, schedule = strategy.stages(self.program, size), strategy.schedule(size)
         role = strategy.cast(self.program, self.mesh)[self.net.coordinate[axis]]
         assert role.pipeline is not None, "a pipeline of several ranks gives each a role"
@@ -298,7 +283,6 @@ class Site:
 
     def recompute(self, modules: Sequence[str], keep: Sequence[str] = ()) -> None:
         """Compute the inside of these modules once more in the backward pass, but for the results of the ops `keep` fits."""
-        self._regions += modules
         for path in modules:
             recomputed(self.module.get_submodule(path), keep)
 

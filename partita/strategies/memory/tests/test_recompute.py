@@ -16,7 +16,7 @@ from partita.proof.matrix import small_workloads
 from partita.proof.prove import prove_plan
 from partita.proof.shrink import SAMPLES
 from partita.runtime.programs import program_of
-from partita.strategies import DDP, GARDEN, OneFOneB, Recompute, TensorParallel
+from partita.strategies import DDP, GARDEN, OneFOneB, Recompute, TensorParallel, ZeroBubble
 from partita.strategy import Promise
 from partita.workload import GPT, MLP, Workload
 
@@ -173,8 +173,19 @@ def test_each_block_of_a_stage_is_a_region(policy):
     assert proof.proved, proof.reasons
 
 
-@pytest.mark.gloo
-def test_the_whole_model_is_no_region_of_a_stage():
-    strategies = [Recompute(policy="full"), OneFOneB(microbatches=4)]
-    with pytest.raises(Refused, match="cut into stages"):
-        prove_plan(Plan(replace(small_workloads()["gpt"], batch=8), mesh={"pp": 2}, strategies=strategies), shrink=False)
+@pytest.mark.case
+@pytest.mark.parametrize(
+    ("strategies", "words"),
+    [
+        ([Recompute(policy="full"), OneFOneB(microbatches=4)], "cut into stages"),
+        ([Recompute(modules=("blocks",)), OneFOneB(microbatches=4)], "cut into stages"),
+        ([Recompute(), ZeroBubble(microbatches=4)], "split the backward pass of modules that are computed again"),
+    ],
+    ids=["full", "a list of blocks", "halves"],
+)
+def test_estimate_refuses_what_training_cannot_do(strategies, words):
+    plan = Plan(replace(small_workloads()["gpt"], batch=8), mesh={"pp": 2}, strategies=strategies)
+    with pytest.raises(Refused, match=words):
+        pt.estimate(plan)
+    with pytest.raises(Refused, match=words):
+        prove_plan(plan, shrink=False)
