@@ -22,7 +22,7 @@ from partita.cost.memory import (
     static_bytes,
 )
 from partita.program.events import RECEIVED, Collective, Compute, Event
-from partita.program.program import Program
+from partita.program.program import Program, stage_and_kind
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def role_occupancy(program: Program, backend: str = "nccl", kernel: float = 0.0)
     alive: dict[tuple[int, int], int] = {}
     peak, best, gradients, copies = -1, "", 0, 0
     for turn in pipeline.turns:
-        stage, kind = _split(turn.part)
+        stage, kind = stage_and_kind(turn.part)
         if len(kind) > 1:
             continue
         one = stages[stage][kind]
@@ -72,12 +72,6 @@ def role_occupancy(program: Program, backend: str = "nccl", kernel: float = 0.0)
         "other": sum(other.values()),
     }
     return Occupancy(sum(static.values()) + buffers + peak + kernels, best, parts, other)
-
-
-def _split(part: str) -> tuple[int, str]:
-    """(stage, pass or message) of a part."""
-    digits = len(part) - len(part.lstrip("0123456789"))
-    return int(part[:digits]), part[digits:]
 
 
 def _profile(program: Program, stage: int, backend: str) -> dict[str, Pass]:

@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from partita.errors import Fault
 from partita.program.data import batch_faults, rewrite_batch, say_loss
-from partita.program.events import WIDTH, Collective, Compute, Event, Kind, Phase, Repeat, Rows, Split, Tensor
+from partita.program.events import WIDTH, Collective, Compute, Event, Kind, Phase, Rows, Split, Tensor
 from partita.program.program import Program
-from partita.program.reduction import afterwards, bucketed, gradients_by_name, has_buckets, launched
+from partita.program.reduction import afterwards, bucketed, gradients_by_name, has_buckets, launched, launched_in_passes
 
 
 def chunk(rows: int, ranks: int) -> int:
@@ -103,12 +103,13 @@ def say_zero(program: Program, axis: str, size: int, *, name: str, limit: int, e
         axis, size: The data axis.
         name: Of the strategy, for notes.
         limit: Bytes at which a bucket closes.
-        every: Gradients are scattered with every microbatch, not with the last one.
+        every: Gradients are scattered with every pass that makes some, not with the last one.
     """
     said = rewrite_batch(program, axis, size, name)
     if not program.gradients:
         said = said.with_notes(f"{name}: nothing is learned, so no gradient is summed over {axis} = {size}")
-    found = bucketed(said, limit)
+    apart = every and said.pipeline is not None
+    found = bucketed(said, limit, apart=apart)
     shape = {t.name: found.program.local_shape(t.id) for t in found.program.parameters()}
     gradient, dtype = gradients_by_name(found.program), {t.name: t.dtype for t in found.program.parameters()}
     ids = {t.name: t.id for t in found.program.parameters()}
@@ -126,7 +127,8 @@ def say_zero(program: Program, axis: str, size: int, *, name: str, limit: int, e
         size_ = sum(padded(shape[n], size) for n in names) * WIDTH[kind]
         return Collective("all_gather", axis, tuple(ids[n] for n in names), size_, kind, Phase.OPTIMIZER, names[-1])
 
-    said = share_rows(launched(found, scatter), axis, size, parameters=False)
+    sent = launched_in_passes(found, scatter) if apart else launched(found, scatter)
+    said = share_rows(sent, axis, size, parameters=False)
     calls = [gather(names) for names in by_dtype(found.buckets, dtype.__getitem__)]
     return say_loss(afterwards(said, calls), axis)
 
@@ -181,5 +183,5 @@ def _resaid(program: Program, gradients: set[int]) -> Program:
             )
         return event
 
-    segments = tuple(Repeat(s.count, tuple(map(changed, s.events)), s.block, s.carried) for s in program.segments)
+    segments = tuple(replace(s, events=tuple(map(changed, s.events))) for s in program.segments)
     return replace(program, segments=segments)

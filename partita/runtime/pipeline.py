@@ -10,7 +10,7 @@ Every message goes through the net, so the ledger has it. A parameter of two sta
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -45,8 +45,8 @@ class Around(Protocol):
         """What to differentiate (of the last stage; None where nothing counts), and what goes on to the next."""
         ...
 
-    def closing(self, *, last: bool) -> None:
-        """Before a backward pass that completes gradients; `last`: of its stage in this step."""
+    def adding(self, stage: int, *, last: bool, idle: bool) -> AbstractContextManager[None]:
+        """Around a backward pass that makes gradients; `last`: of its stage in this step; `idle`: nothing to learn from."""
         ...
 
     def accumulated(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -233,22 +233,29 @@ class Pipe:
             work.wait()
         return rooms
 
-    def sum_tied(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add up, in place, the summands of the gradients that several ranks hold; in the order of the ranks."""
+    def sum_tied(self, gradients: Mapping[str, Tensor], room: Callable[[str], int]) -> None:
+        """Add up, in place, the summands of the gradients that several ranks hold; in the order of the ranks.
+
+        Args:
+            gradients: By name.
+            room: Elements sent for one: more than it has where another rank owns more rows of it.
+        """
         for name, others in self.tied().items():
             if name not in gradients:
                 continue
-            mine = gradients[name]
-            rooms = {r: torch.empty_like(mine, memory_format=torch.contiguous_format) for r in others}
-            self.flying += [self.net.send(mine.clone(), self.axis, r, label=name) for r in others]
-            works = [self.net.receive(room, self.axis, r, label=name) for r, room in rooms.items()]
+            flat = gradients[name].reshape(-1)
+            mine = torch.zeros(room(name), dtype=flat.dtype, device=flat.device)
+            mine[: flat.numel()].copy_(flat)
+            rooms = {r: torch.empty_like(mine) for r in others}
+            self.flying += [self.net.send(mine, self.axis, r, label=name) for r in others]
+            works = [self.net.receive(one, self.axis, r, label=name) for r, one in rooms.items()]
             for work in works:
                 work.wait()
-            summands = [t for _, t in sorted({**rooms, self.rank: mine.clone()}.items())]
+            summands = [t for _, t in sorted({**rooms, self.rank: mine}.items())]
             total = summands[0]
             for one in summands[1:]:
                 total = total + one
-            mine.copy_(total)
+            gradients[name].copy_(total[: flat.numel()].view(gradients[name].shape))
         self.land()
 
     # ---- messages
@@ -314,8 +321,7 @@ class Pipe:
     def _full(self, action: _Action, ctx: Any) -> None:
         stage, m = _of(action)
         outs, gradients = self._outputs(stage, m)
-        self.around.closing(last=self._last("B", stage, m))
-        with self.around.marks(str(action), "backward"):
+        with self._adding("B", stage, m, idle=not outs), self.around.marks(str(action), "backward"):
             if outs:
                 torch.autograd.backward(outs, gradients)
         self._hand_back(stage, m)
@@ -336,8 +342,8 @@ class Pipe:
     def _weight(self, action: _Action, ctx: Any) -> None:
         stage, m = _of(action)
         alive = self.alive[stage, m]
-        self.around.closing(last=self._last("W", stage, m))
-        with self.around.marks(str(action), "backward"):
+        idle = alive.groups is None and not alive.pending[0]
+        with self._adding("W", stage, m, idle=idle), self.around.marks(str(action), "backward"):
             if alive.groups is not None:
                 stage_backward_weight(iter(self.weights[stage]), alive.groups)
                 self.around.accumulated(self.weights[stage])
@@ -345,8 +351,9 @@ class Pipe:
                 torch.autograd.backward(*alive.pending)
         self.alive[stage, m] = Alive(returned=alive.returned)
 
-    def _last(self, kind: str, stage: int, m: int) -> bool:
-        return self.ending and self.finals[stage] == Turn(f"{stage}{kind}", m)
+    def _adding(self, kind: str, stage: int, m: int, *, idle: bool) -> AbstractContextManager[None]:
+        last = self.ending and self.finals[stage] == Turn(f"{stage}{kind}", m)
+        return self.around.adding(stage, last=last, idle=idle)
 
     def _hand_back(self, stage: int, m: int) -> None:
         """The gradients of what was received, for the stage before."""

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from partita.errors import Fault, refuse
 from partita.mesh import Mesh
 from partita.program import Kind, Program
-from partita.program.buckets import cut_buckets
+from partita.program.buckets import cut_apart, cut_buckets
 from partita.program.events import WIDTH
+from partita.program.reduction import stages_of
 from partita.program.sharding import by_dtype, own, padded
 from partita.program.split import Derivation
 from partita.runtime.batch import Share
@@ -159,15 +160,21 @@ class Site:
         """Paths of the batch norm modules."""
         return {name for name, m in self.module.named_modules() if any(c.__name__ == "_BatchNorm" for c in type(m).__mro__)}
 
-    def buckets(self, limit: int) -> list[list[str]]:
-        """The buckets of the gradients of this rank's parameters: names, in launch order."""
+    @property
+    def stages(self) -> dict[str, tuple[int, ...]]:
+        """Parameter -> the stages of this rank that read it; empty without a pipeline."""
+        return stages_of(self.program)
+
+    def buckets(self, limit: int, *, apart: bool = False) -> list[list[str]]:
+        """The buckets of the gradients of this rank's parameters: names, in launch order; `apart`: those of its stages."""
         dtype = self.program.reduce_dtype
         entries = [
             (name, self.room(name) * WIDTH[dtype or self.dtype(p)], dtype or self.dtype(p))
             for name, p in self.module.named_parameters()
             if p.requires_grad and self.has_gradient(name)
         ]
-        return cut_buckets(entries, limit=limit)
+        stages = self.stages if apart else {}
+        return cut_apart(entries, stages, limit=limit) if stages else cut_buckets(entries, limit=limit)
 
     # ---- what a strategy may do
     def share_batch(self, axis: str) -> None:

@@ -9,7 +9,8 @@
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from partita.runtime.batch import Batch, shares, taken
 from partita.runtime.buckets import HALF, Buckets, reduce_again
 from partita.runtime.buffers import Keeper
 from partita.runtime.fully import Rowed
+from partita.runtime.gradients import Gradients
 from partita.runtime.loss import READ, Part, Rule, divisor, heard, joined, part_of
 from partita.runtime.loss_terms import Counts, Term
 from partita.runtime.marks import Marks
@@ -78,6 +80,7 @@ class Step:
         made: list[Buckets | Scattered | Rowed] = []
         reductions, net = self.site.reductions, self.site.net
         settings: dict[str, Any] = {"microbatches": self.microbatches, "optional": self.site.program.dynamic}
+        settings["later"] = self.site.pipe.shared_here if self.site.pipe is not None else ()
         for first in reductions[:1]:
             settings["dtype"] = first.dtype
             if self.site.fully is not None:
@@ -85,8 +88,8 @@ class Step:
                 made.append(Rowed(self.site.fully, self.parameters, self.pieces, names, self.microbatches))
             elif first.scattered:
                 every = first.scattered == "every"
-                rows = Scattered(net, first.axis, self.parameters, self.pieces, first.buckets, every=every, **settings)
-                made.append(rows)
+                how = {"every": every, "stages": self.site.stages, **settings}
+                made.append(Scattered(net, first.axis, self.parameters, self.pieces, first.buckets, **how))
             else:
                 made.append(Buckets(net, first.axis, self.parameters, first.buckets, **settings))
         settings["dtype"] = None
@@ -116,8 +119,7 @@ class Step:
         else:
             for m, part in enumerate(parts):
                 for b in self.buckets:
-                    b.last = m == self.microbatches - 1
-                    b.start()
+                    b.start(last=m == self.microbatches - 1)
                 learned = self._microbatch(part, step, m, sums)
                 for b in self.buckets:
                     b.end(idle=not learned)
@@ -180,7 +182,7 @@ class Step:
                 reduce_again(site.net, axis, self.pieces, [[name]], room=site.room)
         if site.pipe is not None:
             self._fill(site.pipe.tied())
-            site.pipe.sum_tied({n: p.grad for n, p in self.pieces.items() if p.grad is not None})
+            site.pipe.sum_tied({n: p.grad for n, p in self.pieces.items() if p.grad is not None}, site.room)
 
     def _fill(self, names: Iterable[str]) -> None:
         """Zeros where nothing counted, as one device has them."""
@@ -309,20 +311,18 @@ class Turns:
         self.idle &= one is None
         return None if one is None else one.contribution(step.rule), sent
 
-    def closing(self, *, last: bool) -> None:
+    @contextmanager
+    def adding(self, stage: int, *, last: bool, idle: bool) -> Iterator[None]:
         """As `pipeline.Around` has it."""
-        pipe = self.step.site.pipe
-        for b in self._buckets():
-            b.last, b.later = last, pipe.shared_here if pipe is not None else set()
+        for b in self.step.buckets:
+            b.start(stage, last=last)
+        yield
+        for b in self.step.buckets:
+            b.end(idle=idle)
 
     def accumulated(self, parameters: Sequence[nn.Parameter]) -> None:
         """As `pipeline.Around` has it."""
-        for b in self._buckets():
+        for b in (b for b in self.step.buckets if isinstance(b, Gradients)):
             for p in parameters:
                 if p.grad is not None and id(p) in b.where:
                     b.ready(p)
-
-    def _buckets(self) -> list[Buckets]:
-        found = [b for b in self.step.buckets if isinstance(b, Buckets)]
-        assert len(found) == len(self.step.buckets), "stages share out no rows"
-        return found

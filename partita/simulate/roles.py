@@ -13,7 +13,7 @@ from partita.cost.figures import Figures, Why
 from partita.cost.stages import role_occupancy
 from partita.mesh import Mesh
 from partita.program.events import Collective, Phase
-from partita.program.program import Program
+from partita.program.program import Program, stage_and_kind
 from partita.program.schedules import Action, Durations, Schedule, Timetable, play
 from partita.program.schedules import Pass as Kind
 from partita.simulate.clock import Timeline, play_segment
@@ -60,14 +60,9 @@ def schedule_of(roles: Sequence[Program]) -> Schedule:
         assert pipeline is not None, "a role has turns"
         for s in pipeline.stages:
             placement[s] = pipeline.rank
-        passes = [(turn, *_split(turn.part)) for turn in pipeline.turns]
+        passes = [(turn, *stage_and_kind(turn.part)) for turn in pipeline.turns]
         order.append(tuple(Action(s, COMPUTES[kind], t.microbatch) for t, s, kind in passes if kind in COMPUTES))
     return Schedule("", tuple(order), tuple(placement), first.microbatches)
-
-
-def _split(part: str) -> tuple[int, str]:
-    digits = len(part) - len(part.lstrip("0123456789"))
-    return int(part[:digits]), part[digits:]
 
 
 def play_roles(roles: Sequence[Program], cluster: Cluster, mesh: Mesh) -> Played:
@@ -81,7 +76,7 @@ def play_roles(roles: Sequence[Program], cluster: Cluster, mesh: Mesh) -> Played
         assert role.pipeline is not None, "a role has turns"
         late = 0.0
         for segment in (s for s in role.segments if s.part):
-            stage, kind = _split(segment.part)
+            stage, kind = stage_and_kind(segment.part)
             plain = play_segment(segment, cluster, cost, last=False)
             if kind in COMPUTES:
                 adding = cost.handling(last=False) / len(role.pipeline.stages) if kind in "BW" else 0.0

@@ -1,0 +1,88 @@
+"""Rows shared out within the stages of a pipeline: every kind with every schedule, tied and odd parameters, clipped, accumulated."""
+
+import math
+
+import pytest
+
+from partita.plans import Plan
+from partita.proof.prove import prove_plan
+from partita.strategies import (
+    DDP,
+    ZBV,
+    DualPipeV,
+    GPipe,
+    Interleaved,
+    LoopedBFS,
+    OneFOneB,
+    Recompute,
+    TensorParallel,
+    Zero1,
+    Zero2,
+    ZeroBubble,
+)
+from partita.strategy import microbatches
+from partita.workload import GPT, Workload
+
+SCHEDULES = [GPipe, OneFOneB, Interleaved, ZeroBubble, ZBV, DualPipeV, LoopedBFS]
+WHOLE = [GPipe, OneFOneB, Interleaved, LoopedBFS]  # backwards are not split in two
+KINDS = [Zero1, Zero2]
+SMALL = 1 << 10  # a bucket a parameter or two
+
+
+def proved(strategies, mesh, *, accumulate=1, **changes):
+    """Vocabulary and biases do not divide by the data ranks; the embedding is on the first stage and on the last."""
+    wide = 32 if "tp" in mesh else 30
+    spec = GPT(layers=4, hidden=wide, heads=2, vocab=wide + 70, sequence=4, tie_embeddings=True, dropout=0.1)
+    ranks = math.prod(size for axis, size in mesh.items() if axis in ("dp", "outer"))
+    work = Workload("gpt", spec, ranks * microbatches(strategies, accumulate), accumulate, seed=1, clip=0.5, **changes)
+    proof = prove_plan(Plan(work, mesh=mesh, strategies=strategies), shrink=False)
+    assert proof.proved, proof.reasons
+    return proof
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("kind", "schedule"), [(Zero1, OneFOneB(microbatches=2)), (Zero2, ZBV(microbatches=4))], ids=["zero1", "zero2"]
+)
+def test_rows_are_shared_out_within_stages(kind, schedule):
+    proved([kind(bucket=SMALL), schedule], {"pp": 2, "dp": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_every_schedule(kind, schedule):
+    proved([kind(), schedule(microbatches=6)], {"dp": 3, "pp": 2}, accumulate=2)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_three_axes(kind, schedule):
+    proved([TensorParallel(), kind(), schedule(microbatches=4)], {"dp": 2, "pp": 2, "tp": 2}, accumulate=2)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("schedule", WHOLE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_blocks_that_are_computed_again(kind, schedule):
+    strategies = [TensorParallel(), Recompute(), kind(), schedule(microbatches=2)]
+    proved(strategies, {"dp": 2, "pp": 2, "tp": 2}, accumulate=2)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_data_axis_beside_stages(kind):
+    strategies = [kind(bucket=SMALL), DDP(axis="outer", bucket=SMALL), OneFOneB(microbatches=2)]
+    proved(strategies, {"outer": 2, "dp": 2, "pp": 2}, accumulate=2)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_types_within_stages(kind):
+    proved([kind(), OneFOneB(microbatches=2)], {"dp": 2, "pp": 2}, dtype="bfloat16", reduce_dtype="float32", accumulate=2)
