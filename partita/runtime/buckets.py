@@ -70,6 +70,9 @@ class Buckets(Gradients[Flat]):
         self.works = []
         for bucket in self.buckets:
             bucket.home.zero_()
+
+    def point(self) -> None:
+        for bucket in self.buckets:
             for p, home in zip(bucket.parameters, bucket.homes, strict=True):
                 p.grad = home if home.dtype == p.dtype else None
 

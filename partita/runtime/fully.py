@@ -217,7 +217,7 @@ class Rowed:
         for p in self.parameters.values():
             p.grad = None
 
-    def start(self, stage: int | None = None, *, last: bool) -> None:
+    def start(self, stage: int | None = None, *, last: bool, silent: bool = False) -> None:
         """Before each microbatch."""
 
     def end(self, *, idle: bool = False) -> None:

@@ -57,7 +57,7 @@ class Gradients(ABC, Generic[B]):
         self.where = {id(p): (b, k) for b in self.buckets for k, p in enumerate(b.parameters)}
         self.seen: set[int] = set()  # parameters that got a gradient on this rank in this step
         self.queue: list[B] = []  # to be sent
-        self.last = False
+        self.last = self.silent = False
         me = weakref.ref(self)  # a strong reference in a hook would be a cycle no collector can free
 
         def ready(parameter: Tensor) -> None:
@@ -70,7 +70,11 @@ class Gradients(ABC, Generic[B]):
     # ---- what each kind does
     @abstractmethod
     def clear(self) -> None:
-        """Empty the room gradients are added up in, and point the parameters at it."""
+        """Empty the room gradients are added up in."""
+
+    @abstractmethod
+    def point(self) -> None:
+        """Have backward add to that room where it can."""
 
     @abstractmethod
     def launch(self, bucket: B) -> None:
@@ -98,23 +102,29 @@ class Gradients(ABC, Generic[B]):
         """Before the first microbatch of a step."""
         self.seen, self.last = set(), False
         self.clear()
+        self.point()
         self.queue = [_expecting(b) for b in self.buckets if b.once]
 
-    def start(self, stage: int | None = None, *, last: bool) -> None:
+    def start(self, stage: int | None = None, *, last: bool, silent: bool = False) -> None:
         """Before a pass.
 
         Args:
             stage: Whose; None without stages.
             last: Of this stage in this step.
+            silent: What it makes counts nothing: it runs for what ranks say to each other in it.
         """
-        self.last = last
+        self.last, self.silent = last, silent
+        for p in self._parameters() if silent else ():
+            p.grad = None
         self.queue[:0] = [_expecting(b) for b in self.buckets if not b.once and b.stage == stage]
 
     def ready(self, parameter: Tensor) -> None:
         """A pass has added to the gradient of a parameter."""
         bucket, k = self.where[id(parameter)]
         self.seen.add(id(parameter))
-        if bucket.homes and parameter.grad is not None and parameter.grad is not bucket.homes[k]:
+        if self.silent:
+            parameter.grad = None
+        elif bucket.homes and parameter.grad is not None and parameter.grad is not bucket.homes[k]:
             bucket.homes[k].add_(parameter.grad)
             parameter.grad = None
         if (self.last or not bucket.once) and id(parameter) not in self.later:
@@ -129,6 +139,9 @@ class Gradients(ABC, Generic[B]):
             if not idle:
                 self._expect([bucket], bucket.waiting)
             self.launch(bucket)
+        if self.silent:
+            self.silent = False
+            self.point()
 
     def finish(self, *, idle: bool = False) -> None:
         """After the last pass: send what is left, wait for all; `idle`: the step had nothing to learn from on this rank."""
@@ -143,11 +156,14 @@ class Gradients(ABC, Generic[B]):
             names = [n for b in buckets for n, p in zip(b.names, b.parameters, strict=True) if id(p) in missing]
             raise missing_gradient(names[0], self.net.rank, len(names))
 
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for b in self.buckets for p in b.parameters]
+
     # ---- parameters without a gradient
     def used(self, axis: str) -> None:
         """With optional gradients: agree over a data axis on who has one."""
         if self.optional:
-            everyone = [p for b in self.buckets for p in b.parameters]
+            everyone = self._parameters()
             flags = torch.tensor([id(p) in self.seen for p in everyone], dtype=torch.uint8, device=self.net.device)
             self.net.all_reduce(flags, axis, op="max", label="used")
             self.seen |= {id(p) for p, flag in zip(everyone, flags.tolist(), strict=True) if flag}

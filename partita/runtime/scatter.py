@@ -89,14 +89,19 @@ class Scattered(Gradients[Packed]):
         for bucket in self.buckets:
             if self._adds(bucket):
                 bucket.sum.zero_()
+            if bucket.once:
+                bucket.home.zero_()
+
+    def point(self) -> None:
+        for bucket in self.buckets:
             for p, home in zip(bucket.parameters, bucket.homes, strict=False):
-                home.zero_()
                 p.grad = home if home.dtype == p.dtype else None
 
     def launch(self, bucket: Packed) -> None:
         """Send a bucket, once the one before it has arrived."""
         self.arrive()
-        sent = bucket.lines.pack(bucket.homes or [p.grad for p in bucket.parameters], bucket.dtype, bucket.sum.device)
+        grads = bucket.homes or [None if self.silent else p.grad for p in bucket.parameters]
+        sent = bucket.lines.pack(grads, bucket.dtype, bucket.sum.device)
         if not bucket.homes:
             for p in bucket.parameters:
                 p.grad = None

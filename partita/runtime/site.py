@@ -23,6 +23,7 @@ from partita.program.events import WIDTH
 from partita.program.reduction import stages_of
 from partita.program.sharding import by_dtype, own, padded
 from partita.program.split import Derivation
+from partita.program.staging import Group, sent_of
 from partita.runtime.batch import Share
 from partita.runtime.batch_norm import GlobalStatistics, norms
 from partita.runtime.cuts import Cut, slice_of, spans_of
@@ -37,6 +38,7 @@ from partita.runtime.rows import piece_of
 from partita.runtime.scatter import Gathering
 from partita.runtime.stages import Staged, keep_stage, plain_script
 from partita.runtime.steps import Script
+from partita.runtime.stored import Stored
 from partita.runtime.subject import Subject
 from partita.strategy import Pipelined, Place, Strategy, inside, pipeline_of
 
@@ -135,6 +137,7 @@ class Site:
         self._rooms: dict[str, int] = {}  # elements of a piece on the rank with the most of them
         self._gathering: Gathering | None = None
         self.fully: Fully | None = None  # parameters held by rows
+        self.stored: Stored | None = None  # the same, of a pipeline's stages
         self._gradients = {program.tensors[p].name for p in program.gradients}
 
     # ---- what the whole module said of itself
@@ -241,6 +244,37 @@ class Site:
         self._pieces.update(self.fully.pieces)
         learned = [n for _, names in units for n in names if self.has_gradient(n)]
         self.reductions.append(replace(_reduction(axis, [learned], dtype), scattered="every"))
+
+    def shard_stages(
+        self,
+        axis: str,
+        groups: Sequence[Group],
+        dtype: str | None = None,
+        *,
+        reshard: bool = True,
+        replicate: str | None = None,
+    ) -> None:
+        """Hold rows of the parameters of this rank's stages, and gather a group where a pass uses it.
+
+        Args:
+            axis, dtype, replicate: As in `shard_parameters`.
+            groups: Of `program.staging`.
+            reshard: Whole parameters are let go of within and after each pass.
+        """
+        if self.net.size(axis) == 1:
+            return
+        assert self.pipe is not None, "stages have been cut"
+        staged, name = self.pipe.staged, {p.id: p.name for p in self.program.parameters()}
+        named = [(g.path, g.stages, [name[i] for i in g.parameters]) for g in groups]
+        for n in (n for _, _, names in named for n in names):
+            self._share_rows(n, axis, self.module.get_parameter(n).shape)
+        self.stored = Stored(self.module, self.net, axis, named, lambda: staged.stage, reshard=reshard)
+        self._pieces.update(self.stored.pieces)
+        learned = [[n for i in g.parameters if self.has_gradient(n := name[i])] for g in sent_of(groups)]
+        self.reductions.append(replace(_reduction(axis, learned, dtype), scattered="every"))
+        if replicate is not None and self.net.size(replicate) > 1:
+            self.reductions.append(_reduction(replicate, learned, dtype))
+        self.pipe.store(self.stored)
 
     def _share_rows(self, name: str, axis: str, shape: Sequence[int]) -> None:
         """Note which rows of the whole this rank owns, of the part of this shape that it holds under the axes inside."""

@@ -72,6 +72,7 @@ class Step:
         self.read: Term | None = None  # the term the weight is read off
         self.strays = ""
         self.blank = False  # whether the loss is no number where nothing counts
+        self.silent: torch.Tensor | None = None  # a loss that counts nothing, to be differentiated all the same
         self.steps = 0
         self._stepped: set[int] | None = None  # ids of the optimizer's parameters
         self._bucketed = set().union(*(b.ids for b in self.buckets))
@@ -158,6 +159,9 @@ class Step:
 
     def _nothing(self, value: torch.Tensor) -> None:
         """The backward pass of a loss that counts nothing, where ranks talk in it; what comes of it is dropped."""
+        if self.site.stored is not None:
+            self.silent = value
+            return
         if self.site.fully is not None and value.requires_grad:
             with self.site.fully.silent():
                 value.backward(torch.zeros_like(value))
@@ -288,6 +292,7 @@ class Turns:
     def __init__(self, step: Step, parts: Sequence[Batch], number: int, sums: torch.Tensor) -> None:
         self.step, self.parts, self.number, self.sums = step, parts, number, sums
         self.idle, self.began, self.marks = True, False, step.marks
+        self.silent: set[tuple[int, int]] = set()  # (stage, microbatch) whose loss counts nothing
 
     def stage_forward(self, stage: int, microbatch: int, received: Values) -> tuple[torch.Tensor | None, Values]:
         """As `pipeline.Around` has it."""
@@ -309,16 +314,24 @@ class Turns:
             return None, sent
         one = step.weigh(out[0], share.samples, out[1], self.sums)
         self.idle &= one is None
-        return None if one is None else one.contribution(step.rule), sent
+        if one is not None:
+            return one.contribution(step.rule), sent
+        loss, step.silent = step.silent, None
+        self.silent.add((stage, microbatch))
+        return loss, sent
 
     @contextmanager
-    def adding(self, stage: int, *, last: bool, idle: bool) -> Iterator[None]:
+    def adding(self, stage: int, microbatch: int, *, last: bool, idle: bool) -> Iterator[None]:
         """As `pipeline.Around` has it."""
         for b in self.step.buckets:
-            b.start(stage, last=last)
+            b.start(stage, last=last, silent=self.nothing(stage, microbatch))
         yield
         for b in self.step.buckets:
             b.end(idle=idle)
+
+    def nothing(self, stage: int, microbatch: int) -> bool:
+        """As `pipeline.Around` has it."""
+        return (stage, microbatch) in self.silent
 
     def accumulated(self, parameters: Sequence[nn.Parameter]) -> None:
         """As `pipeline.Around` has it."""

@@ -57,4 +57,5 @@ class Zero1(Bucketed):
             Case({"dp": 4}, {"bucket": 1}, workload="mlp"),
             Case({"dp": 2, "tp": 2}, {}),
             Case({"tp": 2, "dp": 2}, {}),
+            Case({"dp": 2, "pp": 2}, {}),
         )

@@ -1,4 +1,4 @@
-"""Rows shared out within the stages of a pipeline: every kind with every schedule, tied and odd parameters, clipped, accumulated."""
+"""Rows shared out within the stages of a pipeline: every kind with every schedule, tied and odd parameters, clipped."""
 
 import math
 
@@ -8,6 +8,7 @@ from partita.plans import Plan
 from partita.proof.prove import prove_plan
 from partita.strategies import (
     DDP,
+    FSDP,
     ZBV,
     DualPipeV,
     GPipe,
@@ -25,7 +26,7 @@ from partita.workload import GPT, Workload
 
 SCHEDULES = [GPipe, OneFOneB, Interleaved, ZeroBubble, ZBV, DualPipeV, LoopedBFS]
 WHOLE = [GPipe, OneFOneB, Interleaved, LoopedBFS]  # backwards are not split in two
-KINDS = [Zero1, Zero2]
+KINDS = [Zero1, Zero2, FSDP]
 SMALL = 1 << 10  # a bucket a parameter or two
 
 
@@ -42,10 +43,16 @@ def proved(strategies, mesh, *, accumulate=1, **changes):
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    ("kind", "schedule"), [(Zero1, OneFOneB(microbatches=2)), (Zero2, ZBV(microbatches=4))], ids=["zero1", "zero2"]
+    ("data", "schedule"),
+    [
+        (Zero1(bucket=SMALL), OneFOneB(microbatches=2)),
+        (Zero2(bucket=SMALL), ZBV(microbatches=4)),
+        (FSDP(), ZeroBubble(microbatches=2)),
+    ],
+    ids=["zero1", "zero2", "fsdp"],
 )
-def test_rows_are_shared_out_within_stages(kind, schedule):
-    proved([kind(bucket=SMALL), schedule], {"pp": 2, "dp": 2})
+def test_rows_are_shared_out_within_stages(data, schedule):
+    proved([data, schedule], {"pp": 2, "dp": 2})
 
 
 @pytest.mark.slow
@@ -77,7 +84,7 @@ def test_rows_of_blocks_that_are_computed_again(kind, schedule):
 @pytest.mark.gloo
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_second_data_axis_beside_stages(kind):
-    strategies = [kind(bucket=SMALL), DDP(axis="outer", bucket=SMALL), OneFOneB(microbatches=2)]
+    strategies = [kind(), DDP(axis="outer", bucket=SMALL), OneFOneB(microbatches=2)]
     proved(strategies, {"outer": 2, "dp": 2, "pp": 2}, accumulate=2)
 
 
@@ -86,3 +93,12 @@ def test_a_second_data_axis_beside_stages(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_types_within_stages(kind):
     proved([kind(), OneFOneB(microbatches=2)], {"dp": 2, "pp": 2}, dtype="bfloat16", reduce_dtype="float32", accumulate=2)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("schedule", [OneFOneB(microbatches=2), DualPipeV(microbatches=4)])
+@pytest.mark.parametrize("how", [{"reshard": False}, {"replicate": "outer"}, {"replicate": "outer", "reshard": False}])
+def test_stages_that_stay_whole_for_a_round_and_copies_of_rows(schedule, how):
+    mesh = {"outer": 2, "dp": 2, "pp": 2} if "replicate" in how else {"dp": 3, "pp": 2}
+    proved([FSDP(**how), schedule], mesh, accumulate=2)
