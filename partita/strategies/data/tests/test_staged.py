@@ -3,7 +3,11 @@
 import math
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+import partita as pt
+from partita.api.exporting import export
 from partita.plans import Plan
 from partita.proof.prove import prove_plan
 from partita.strategies import (
@@ -102,3 +106,28 @@ def test_half_types_within_stages(kind):
 def test_stages_that_stay_whole_for_a_round_and_copies_of_rows(schedule, how):
     mesh = {"outer": 2, "dp": 2, "pp": 2} if "replicate" in how else {"dp": 3, "pp": 2}
     proved([FSDP(**how), schedule], mesh, accumulate=2)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("kind", KINDS)
+def test_held_out_losses_gradients_and_an_exported_file_are_those_of_one_device(kind, tmp_path):
+    spec = GPT(layers=4, hidden=30, heads=2, vocab=256, sequence=8, tie_embeddings=True)
+
+    def trained(mesh, strategies, out, accumulate):
+        work = Workload("gpt", spec, batch=8, accumulate=accumulate, seed=1, dtype="float64")
+        plan = Plan(work, "cpu", mesh=mesh, strategies=strategies)
+        return pt.train(plan, steps=3, eval_every=1, out=tmp_path / out, keep_gradients=True)
+
+    split, one = (
+        trained({"dp": 2, "pp": 2}, [kind(), Interleaved(microbatches=2)], "split", 1),
+        trained({}, [], "one", 2),
+    )
+    held = [[loss for _, loss in run.outcome.results[0]["held_out"]] for run in (split, one)]
+    assert held[0] == pytest.approx(held[1], rel=1e-10)
+    assert len(held[0]) == 3
+    for name, gradient in one.gradients().items():
+        torch.testing.assert_close(split.gradients()[name], gradient, rtol=1e-9, atol=1e-12)
+    export(tmp_path / "split", tmp_path / "model.safetensors")
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        torch.testing.assert_close(tensor, one.state_dict()[name], rtol=1e-9, atol=1e-12)
