@@ -32,6 +32,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {  # mesh, strategi
     "pp2": ({"pp": 2}, ("one_f_one_b",)),
     "fsdp2": ({"dp": 2}, ("fsdp",)),
     "tp2xpp2": ({"pp": 2, "tp": 2}, ("tensor_parallel", "one_f_one_b")),
+    "zero1_2xpp2": ({"dp": 2, "pp": 2}, ("zero1", "one_f_one_b")),
+    "fsdp2xpp2": ({"dp": 2, "pp": 2}, ("fsdp", "one_f_one_b")),
 }
 HERE = {name: layout for name, layout in LAYOUTS.items() if all(s in GARDEN for s in layout[1])}
 

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from partita.program.blocks import inside
 from partita.program.events import Collective, Compute, Event, Phase
 from partita.program.gathering import is_sharded
 from partita.program.program import Program
@@ -38,10 +39,10 @@ class Holding:
 
 
 def holding(program: Program, events: Sequence[Event], backend: str) -> Holding:
-    """What the calls of a flat program hold."""
+    """What the calls of a flat program hold, or those of some passes of a role."""
     found = Holding()
     copied = 2 if backend == "gloo" else 1
-    sharded = is_sharded(program)
+    sharded = is_sharded(program) and program.pipeline is None  # by `fully_shard`
     for at, e in enumerate(events):
         if isinstance(e, Collective) and e.op in ("all_gather", "reduce_scatter"):
             found.while_running[at] = (copied - 1) * e.nbytes
@@ -109,6 +110,35 @@ def _gathers(program: Program, events: Sequence[Event], found: Holding) -> None:
                 found.spent[max(last, at)]["gathered"] += e.nbytes
             else:
                 found.given[after]["gathered"] += e.nbytes
+
+
+def gather_in_pass(program: Program, events: Sequence[Event], start: int, kind: str, backend: str, found: Holding) -> None:
+    """What a pass of a role gathers: blocks until they have run or the next one comes, the rest of a stage to its end.
+
+    Args:
+        program: The role.
+        events: Of the passes of a microbatch on a stage, of which this one is the last.
+        start: Where it begins.
+        kind: Which pass; one of the weights alone lets go of nothing before its end.
+        backend, found: As of `holding`.
+    """
+    calls = [(at, e) for at, e in enumerate(events) if at >= start and isinstance(e, Collective) and e.op == "all_gather"]
+    blocks = [at for at, e in calls if e.module and kind != "W"]
+    for at, e in calls:
+        whole = sum(program.local_bytes(i) for i in e.tensors)
+        line = e.nbytes + e.nbytes // program.axes[e.axis]
+        found.taken[at]["gathered"] += whole
+        found.while_running[at] = max(line, line - whole + (e.nbytes if backend == "gloo" else 0))
+        after = next((b for b in blocks if b > at), None)
+        if at not in blocks:
+            found.spent[len(events) - 1]["gathered"] += whole
+        elif kind == "F":
+            ran = [n for n in range(at, len(events)) if inside(e.module, events[n].module)]
+            found.spent[ran[-1]]["gathered"] += whole
+        elif after is not None:
+            found.given[after]["gathered"] += whole
+        else:
+            found.spent[len(events) - 1]["gathered"] += whole
 
 
 def _reads(program: Program, events: Sequence[Event]) -> dict[int, list[int]]:

@@ -97,6 +97,14 @@ def occupancy(program: Program, backend: str = "nccl", kernel: float = 0.0) -> O
     return Occupancy(sum(static.values()) + buffers + walk.peak + kernels, walk.place, parts, other)
 
 
+def held_after(program: Program, backend: str) -> Occupancy:
+    """What comes and goes at the peak of what a role does once a step, after its last turn."""
+    once = replace(program, segments=tuple(s for s in program.segments if not s.part))
+    walk = _Walk(once, frozenset(), backend, {}, 0, "")
+    walk.run()
+    return Occupancy(walk.peak, walk.place, walk.parts, {})
+
+
 def half_products(program: Program) -> int:
     """Shapes of products of half types, one for each way their operands lie."""
     turned: set[int] = set()
@@ -125,7 +133,7 @@ def gradient_buffers(program: Program) -> int:
     There are buffers under a data axis (its buckets) and with several microbatches. Half types are accumulated over
     microbatches in float32, beside the buffer they end in. Where a rank gets rows of the sums, it has room for those.
     """
-    buckets = _buckets(program)
+    buckets = list({e.tensors: e for e in _buckets(program)}.values())  # a role may say one in several passes
     wide = program.microbatches > 1
     if not buckets:
         sizes = [(program.local_bytes(g), program.tensors[g].dtype) for g in program.gradients.values() if wide]
@@ -274,13 +282,6 @@ def last_uses(events: Iterable[Event], root: list[int], buffered: set[int]) -> d
             packed = event.op == "reduce_scatter" and not event.once  # until then backward's own tensors hold the gradients
             last |= {root[i]: at for i in event.tensors if packed or root[i] not in buffered}
     return last
-
-
-def copies_of(event: Event, backend: str) -> int:
-    """Bytes a backend copies while a call is in flight: gloo's all-gather and reduce-scatter copy the large side."""
-    if isinstance(event, Collective) and backend == "gloo" and event.op in ("all_gather", "reduce_scatter"):
-        return event.nbytes
-    return 0
 
 
 def place_of(event: Event) -> str:

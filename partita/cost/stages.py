@@ -8,14 +8,15 @@ A microbatch of a stage keeps what was received, what backward will read, and wh
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from partita.cost.holding import gather_in_pass, holding
 from partita.cost.memory import (
     OTHER,
     Occupancy,
-    copies_of,
     gradient_buffers,
     half_products,
+    held_after,
     last_uses,
     place_of,
     roots,
@@ -23,28 +24,40 @@ from partita.cost.memory import (
 )
 from partita.program.blocks import block_number
 from partita.program.events import RECEIVED, Collective, Compute, Event
-from partita.program.program import Pipeline, Program
+from partita.program.program import Pipeline, Program, stage_and_kind
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass of one microbatch on one stage: bytes of that microbatch at the pass's peak, and left when it ends."""
+    """One pass of one microbatch on one stage, in bytes.
+
+    Args:
+        peak: Of that microbatch and of what calls hold.
+        left: What the microbatch keeps when it ends.
+        flying: What is on its way when it ends.
+        parts: Of the peak, by what it is.
+        at: The op at the peak.
+    """
 
     peak: int
     left: int
-    gradients: int
-    copies: int
+    flying: int
+    parts: Mapping[str, int]
     at: str
 
 
-def stage_passes(program: Program, backend: str) -> tuple[Mapping[str, Pass], ...]:
+Passes = tuple[Mapping[str, Pass], Mapping[str, Pass]]  # of a stage: of any microbatch, and with what happens once a step
+
+
+def stage_passes(program: Program, backend: str) -> tuple[Passes, ...]:
     """What one microbatch holds during and after each pass of each stage of a role."""
     assert program.pipeline is not None, "only a role has turns"
-    return tuple(_profile(program, s, backend) for s in program.pipeline.stages)
+    stages = program.pipeline.stages
+    return tuple((_profile(program, s, backend, last=False), _profile(program, s, backend, last=True)) for s in stages)
 
 
 def role_occupancy(
-    program: Program, backend: str = "nccl", kernel: float = 0.0, passes: Sequence[Mapping[str, Pass]] | None = None
+    program: Program, backend: str = "nccl", kernel: float = 0.0, passes: Sequence[Passes] | None = None
 ) -> Occupancy:
     """Peak memory of a rank of a pipeline.
 
@@ -56,32 +69,45 @@ def role_occupancy(
     pipeline = program.pipeline
     assert pipeline is not None, "only a role has turns"
     stages = dict(zip(pipeline.stages, passes or stage_passes(program, backend), strict=True))
+    final = {turn.part: at for at, turn in enumerate(pipeline.turns)}
+    kept = {s.part: s.events for s in program.segments if s.part.endswith("UNSHARD")}
     alive: dict[tuple[int, int], int] = {}
-    peak, best, gradients, copies = -1, "", 0, 0
-    for turn in pipeline.turns:
-        stage, kind = _split(turn.part)
+    peak, best, parts, flying, gathered = -1, "", dict[str, int](), 0, 0
+    for at, turn in enumerate(pipeline.turns):
+        stage, kind = stage_and_kind(turn.part)
+        if kind == "UNSHARD":
+            gathered += sum(program.local_bytes(i) for i in _ids(kept[turn.part]))
         if len(kind) > 1:
             continue
-        one = stages[stage][kind]
+        one = stages[stage][at == final[turn.part]][kind]
+        flying = one.flying or flying
         others = sum(size for key, size in alive.items() if key != (stage, turn.microbatch))
-        if others + one.peak > peak:
-            peak, best, gradients, copies = others + one.peak, _own_path(pipeline, stage, one.at), one.gradients, one.copies
+        now = others + one.peak + gathered + (0 if one.flying else flying)
+        if now > peak:
+            peak, best = now, _own_path(pipeline, stage, one.at)
+            parts = {**one.parts, "activations": one.parts["activations"] + others}
+            parts["gathered"] += gathered
+            parts["communication"] += 0 if one.flying else flying
         alive[stage, turn.microbatch] = one.left
         if not one.left:
             del alive[stage, turn.microbatch]
+    after = held_after(program, backend)
+    if after.peak > peak:
+        peak, best, parts = after.peak, after.at, {name: int(size) for name, size in after.parts.items()}
     static = static_bytes(program, apart=backend != "gloo")
     buffers = gradient_buffers(program)
-    other = {name: static[name] for name in OTHER if name in static} | {"communication": copies}
+    other = {name: static[name] for name in OTHER if name in static}
+    other |= {name: parts[name] for name in ("communication", "gathered") if name == "communication" or parts[name]}
     if kernels := round(kernel * half_products(program)):
         other["kernels"] = kernels
-    parts = {
+    shares = {
         "parameters": static["parameters"],
-        "gradients": buffers + gradients,
+        "gradients": buffers + parts["gradients"],
         "optimizer": static["optimizer"],
-        "activations": peak - gradients - copies,
+        "activations": parts["activations"],
         "other": sum(other.values()),
     }
-    return Occupancy(sum(static.values()) + buffers + peak + kernels, best, parts, other)
+    return Occupancy(sum(static.values()) + buffers + peak + kernels, best, shares, other)
 
 
 def _own_path(pipeline: Pipeline, stage: int, at: str) -> str:
@@ -95,25 +121,20 @@ def _own_path(pipeline: Pipeline, stage: int, at: str) -> str:
     return f"{phase} {prefix}{number + behind}{module[len(f'{prefix}{number}') :]}: {op}"
 
 
-def _split(part: str) -> tuple[int, str]:
-    """(stage, pass or message) of a part."""
-    digits = len(part) - len(part.lstrip("0123456789"))
-    return int(part[:digits]), part[digits:]
-
-
-def _profile(program: Program, stage: int, backend: str) -> dict[str, Pass]:
-    """What one microbatch holds during and after each pass of a stage."""
+def _profile(program: Program, stage: int, backend: str, *, last: bool) -> dict[str, Pass]:
+    """What one microbatch holds during and after each pass of a stage; `last`: with what happens once a step."""
     parts = {s.part: s.events for s in program.segments if s.part}
 
     def events(kind: str) -> Sequence[Event]:
-        return parts.get(f"{stage}{kind}", ())
+        found = parts.get(f"{stage}{kind}", ())
+        return [e for e in found if last or not (isinstance(e, Collective) and e.once)]
 
     arriving, leaving, returning = _ids(events("RECV_F")), _ids(events("SEND_F")), _ids(events("RECV_B"))
     found: dict[str, Pass] = {}
     for backward in (kinds for kinds in ("B", "IW") if f"{stage}{kinds[0]}" in parts):  # a schedule may have both
         passes = [("F", arriving), *zip(backward, (returning, ()), strict=False)]
-        walk = _Walk(program, [events(kind) for kind, _ in passes], held=(*arriving, *leaving))
-        found |= {kind: walk.run(k, made, backend) for k, (kind, made) in enumerate(passes)}
+        walk = _Walk(program, {kind: events(kind) for kind, _ in passes}, backend, held=(*arriving, *leaving))
+        found |= {kind: walk.run(kind, made) for kind, made in passes}
     return found
 
 
@@ -126,50 +147,70 @@ class _Walk:
 
     Args:
         program: Of the role.
-        runs: Events of each pass.
+        runs: Pass -> its events, in order.
+        backend: Whose calls make copies.
         held: Tensors that live until the last pass ends.
     """
 
-    def __init__(self, program: Program, runs: Sequence[Sequence[Event]], held: Sequence[int]) -> None:
+    def __init__(self, program: Program, runs: Mapping[str, Sequence[Event]], backend: str, held: Sequence[int]) -> None:
         self.program, self.runs = program, runs
         self.root = [t.root if t.root >= 0 else t.id for t in program.tensors]
         self.gradients = set(roots(program, program.gradients.values()))
-        flat = [e for run in runs for e in run]
+        flat = [e for run in runs.values() for e in run]
         self.dying: dict[int, list[int]] = {}
-        end = len(flat) - 1
+        end, first = len(flat) - 1, len(runs["F"])
         kept, graph = {self.root[i] for i in held}, set[int]()
         if len(runs) > len("FB"):  # torch keeps the whole graph between a backward of the input and that of the weights
-            graph = {self.root[o] for e in runs[0] if isinstance(e, Compute) for o in e.outs}
+            graph = {self.root[o] for e in runs["F"] if isinstance(e, Compute) for o in e.outs}
         for storage, at in last_uses(flat, self.root, self.gradients).items():
-            stays = storage in kept or (storage in graph and at >= len(runs[0]))
+            stays = storage in kept or (storage in graph and at >= first)
             self.dying.setdefault(end if stays else at, []).append(storage)
+        self.held = holding(program, flat, backend)
+        start = 0
+        for kind, run in runs.items():
+            gather_in_pass(program, flat[: start + len(run)], start, kind, backend, self.held)
+            start += len(run)
         self.live: dict[int, int] = {}
+        self.calls: dict[str, int] = dict.fromkeys(("communication", "gathered", "gradients"), 0)
         self.at = 0
 
-    def run(self, number: int, made: Sequence[int], backend: str) -> Pass:
+    def run(self, kind: str, made: Sequence[int]) -> Pass:
         """One pass; `made`: what is there before it begins."""
         extra = 0
-        if number == 0:
+        if kind == "F":
             for i in made:
                 self._make(i)
         elif made:
             extra = sum(self.program.local_bytes(i) for i in made)  # gradients that came back, one as large as each value
-        peak, best = Pass(extra, 0, 0, 0, ""), -1
-        for event in self.runs[number]:
+        peak, best, flying = Pass(extra, 0, 0, {**self.calls, "activations": extra}, ""), -1, 0
+        for event in self.runs[kind]:
+            self._add(self.held.given, -1)
+            self._add(self.held.taken, 1)
             if isinstance(event, Compute):
                 for i in event.outs:
                     self._make(self.root[i])
-            copies = copies_of(event, backend)
-            now = sum(self.live.values()) + copies + extra
+            elif event.op == "reduce_scatter":
+                flying = event.nbytes
+            copies = self.held.while_running.get(self.at, 0)
+            now = sum(self.live.values()) + sum(self.calls.values()) + copies + extra
             if now > best:
                 best = now
                 own = sum(n for i, n in self.live.items() if i in self.gradients)
-                peak = Pass(now, 0, own, copies, place_of(event))
+                parts = {**self.calls, "activations": sum(self.live.values()) - own + extra}
+                parts["communication"] += copies
+                parts["gradients"] += own
+                peak = Pass(now, 0, 0, parts, place_of(event))
             for storage in self.dying.get(self.at, ()):
                 self.live.pop(storage, None)
+            self._add(self.held.spent, -1)
             self.at += 1
-        last = number == len(self.runs) - 1
-        return Pass(peak.peak, 0 if last else sum(self.live.values()), peak.gradients, peak.copies, peak.at)
+        self.calls["communication"] = 0  # what is still on its way is counted with the turns that follow
+        last = kind == list(self.runs)[-1]
+        return replace(peak, left=0 if last else sum(self.live.values()), flying=flying)
+
+    def _add(self, amounts: Mapping[int, Mapping[str, int]], sign: int) -> None:
+        for name, size in amounts.get(self.at, {}).items():
+            self.calls[name] += sign * size
 
     def _make(self, storage: int) -> None:
         tensor = self.program.tensors[storage]

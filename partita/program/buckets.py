@@ -9,7 +9,7 @@ buckets each, which is what lets a folded Program say them once.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 FLOOR = 1 << 20  # bytes; below it latency outweighs overlap (torch's reducer also opens with a bucket of 1 MiB)
 LIMIT = 25 << 20  # bytes; torch's own default, so that both can be compared
@@ -48,3 +48,15 @@ def cut_buckets(parameters: Iterable[Entry], *, limit: int = LIMIT, floor: int =
         size += nbytes
         before = here
     return buckets
+
+
+def cut_apart(parameters: Iterable[Entry], stages: Mapping[str, Sequence[int]], *, limit: int = LIMIT) -> list[list[str]]:
+    """The same for a rank of a pipeline, stage by stage: from its last stage to its first, then what several of them read.
+
+    Args:
+        parameters, limit: As of `cut_buckets`.
+        stages: Name -> the stages of the rank that read it.
+    """
+    found = list(parameters)
+    homes = sorted({tuple(stages[name]) for name, _, _ in found}, key=lambda at: (len(at) > 1, [-s for s in at]))
+    return [b for at in homes for b in cut_buckets([e for e in found if tuple(stages[e[0]]) == at], limit=limit)]

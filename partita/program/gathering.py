@@ -83,7 +83,7 @@ def _said(program: Program, axis: str, size: int, reshard: bool, replicate: tupl
         place = before if moment.before else after
         place.setdefault(moment.event, []).extend(_calls(program, moment, axis, size, replicate))
     said = _carrying(_placed(program, before, after), units)
-    return share_rows(said, axis, size, parameters=True)
+    return share_rows(said, axis, size, parameters={p.id for p in said.parameters()})
 
 
 def _gathered(program: Program, unit: Unit, size: int) -> int:

@@ -20,6 +20,17 @@ class Turn(NamedTuple):
     microbatch: int
 
 
+def stage_and_kind(part: str) -> tuple[int, str]:
+    """The stage of a part, and which pass or message it is; (-1, "") of what is no part.
+
+    Example:
+        >>> stage_and_kind("12SEND_F"), stage_and_kind("")
+        ((12, 'SEND_F'), (-1, ''))
+    """
+    kind = part.lstrip("0123456789")
+    return (int(part[: -len(kind)]), kind) if kind else (-1, "")
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """What makes a program the role of one rank of a pipeline.

@@ -4,13 +4,14 @@ backward    ... grad 7  grad 6 | grad 5  grad 4 | ...
 axis                           └ bucket 0 ──────┘└ bucket 1 ...        after the op that makes its last gradient
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from partita.program.buckets import Entry, cut_buckets
+from partita.program.buckets import Entry, cut_apart, cut_buckets
 from partita.program.events import WIDTH, Collective, Compute, Event, Phase, Repeat
 from partita.program.fold import unfold
-from partita.program.program import Program, before_optimizer, insert
+from partita.program.program import Program, before_optimizer, insert, stage_and_kind
 
 Call = Callable[[Sequence[str]], Collective]  # the collective of a bucket, from the names of its parameters
 
@@ -32,20 +33,27 @@ class Bucketed:
     dtypes: dict[str, str]
 
 
-def bucketed(program: Program, limit: int, *, flat: bool = False) -> Bucketed:
+def bucketed(program: Program, limit: int, *, flat: bool = False, apart: bool = False) -> Bucketed:
     """The buckets of a program.
 
     Args:
         program: Under the axes inside.
         limit: Bytes at which a bucket closes.
         flat: Write repeated blocks out whatever the buckets are.
+        apart: Of a pipeline's role, the buckets of each stage by themselves.
     """
     entries = entries_of(program)
+    if apart and program.pipeline is not None:  # a role is written out
+        return _bucketed(program, entries, cut_apart(entries, stages_of(program), limit=limit))
     buckets = cut_buckets(entries, limit=limit)
     if flat or _spans(program, buckets):  # blocks are small: buckets hold several, and no copy of the body is like the next
         program = unfold(program)
         entries = entries_of(program)
         buckets = cut_buckets(entries, limit=limit)
+    return _bucketed(program, entries, buckets)
+
+
+def _bucketed(program: Program, entries: Sequence[Entry], buckets: list[list[str]]) -> Bucketed:
     return Bucketed(program, buckets, {n: size for n, size, _ in entries}, {n: dtype for n, _, dtype in entries})
 
 
@@ -59,6 +67,46 @@ def launched(found: Bucketed, call: Call) -> Program:
         at = max([at, *(made[gradient[n]] for n in names)])
         after.setdefault(at, []).append(call(names))
     return insert(program, after)
+
+
+def launched_in_passes(found: Bucketed, call: Call) -> Program:
+    """The role of a pipeline's rank with the calls of each stage in every pass that makes its gradients.
+
+    A backward of the weights alone hands over all of them at its end. What several stages of the rank add to goes once a step,
+    after the last pass.
+    """
+    program, gradient, stages = found.program, gradients_by_name(found.program), stages_of(found.program)
+    once = [names for names in found.buckets if len(stages[names[0]]) > 1]
+    split = {s.part for s in program.segments if s.part.endswith("I") and s.events}
+    segments = []
+    for segment in program.segments:
+        stage, kind = stage_and_kind(segment.part)
+        own = [names for names in found.buckets if kind in ("B", "W") and stages[names[0]] == (stage,)]
+        end = len(segment.events) - 1
+        made = {o: at for at, e in enumerate(segment.events) if isinstance(e, Compute) for o in e.outs}
+        after: dict[int, list[Event]] = defaultdict(list)
+        at = end if kind == "W" and f"{stage}I" in split else -1
+        for names in own:
+            at = max([at, *(made.get(gradient[n], end) for n in names)])
+            after[at].append(call(names))
+        events = [x for at, e in enumerate(segment.events) for x in (e, *after.pop(at, ()))]
+        segments.append(replace(segment, events=(*(x for some in after.values() for x in some), *events)))
+    said = replace(program, segments=tuple(segments))
+    return before_optimizer(said, tuple(replace(call(names), once=True) for names in once))
+
+
+def stages_of(program: Program) -> dict[str, tuple[int, ...]]:
+    """Parameter -> the stages of a pipeline's rank that read it; empty without a pipeline."""
+    if program.pipeline is None:
+        return {}
+    found: dict[int, set[int]] = {t.id: set() for t in program.parameters()}
+    for segment in program.segments:
+        stage, kind = stage_and_kind(segment.part)
+        for event in segment.events if kind == "F" else ():
+            for i in event.ins if isinstance(event, Compute) else ():
+                if i in found:
+                    found[i].add(stage)
+    return {program.tensors[i].name: tuple(sorted(at)) for i, at in found.items()}
 
 
 def late(found: Bucketed, call: Call) -> Program:

@@ -10,14 +10,14 @@ Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 5; the paddin
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from partita.errors import Fault
 from partita.program.data import batch_faults, rewrite_batch, say_loss
-from partita.program.events import WIDTH, Collective, Compute, Event, Kind, Phase, Repeat, Rows, Split, Tensor
+from partita.program.events import WIDTH, Collective, Compute, Event, Kind, Phase, Rows, Split, Tensor
 from partita.program.program import Program
-from partita.program.reduction import afterwards, bucketed, gradients_by_name, has_buckets, launched
+from partita.program.reduction import afterwards, bucketed, gradients_by_name, has_buckets, launched, launched_in_passes
 
 
 def chunk(rows: int, ranks: int) -> int:
@@ -78,22 +78,6 @@ def _cuts_batch(program: Program, axis: str) -> bool:
     return any(isinstance(x, Split) and t.dims[x.dim][x.atom] in batch for t, x in layouts)
 
 
-def stage_faults(program: Program, axis: str, who: str) -> list[Fault]:
-    """P116 for the role of a pipeline's rank."""
-    if program.pipeline is None:
-        return []
-    return [
-        Fault(
-            "P116",
-            f"{who} cannot share out the parameters of pipeline stages",
-            f"{program.pipeline.count} stages on axis {program.pipeline.axis!r}",
-            "rows are shared out by what follows forward and backward of the whole model, microbatch by microbatch",
-            f"ddp over {axis!r}, or no pipeline",
-            f"mesh.{axis}",
-        )
-    ]
-
-
 # ---------------------------------------------------------------- what is said
 def say_zero(program: Program, axis: str, size: int, *, name: str, limit: int, every: bool) -> Program:
     """Data parallelism whose optimizer steps on rows: gradients end scattered, parameters are gathered after the step.
@@ -103,12 +87,13 @@ def say_zero(program: Program, axis: str, size: int, *, name: str, limit: int, e
         axis, size: The data axis.
         name: Of the strategy, for notes.
         limit: Bytes at which a bucket closes.
-        every: Gradients are scattered with every microbatch, not with the last one.
+        every: Gradients are scattered with every pass that makes some, not with the last one.
     """
     said = rewrite_batch(program, axis, size, name)
     if not program.gradients:
         said = said.with_notes(f"{name}: nothing is learned, so no gradient is summed over {axis} = {size}")
-    found = bucketed(said, limit)
+    apart = every and said.pipeline is not None
+    found = bucketed(said, limit, apart=apart)
     shape = {t.name: found.program.local_shape(t.id) for t in found.program.parameters()}
     gradient, dtype = gradients_by_name(found.program), {t.name: t.dtype for t in found.program.parameters()}
     ids = {t.name: t.id for t in found.program.parameters()}
@@ -126,7 +111,8 @@ def say_zero(program: Program, axis: str, size: int, *, name: str, limit: int, e
         size_ = sum(padded(shape[n], size) for n in names) * WIDTH[kind]
         return Collective("all_gather", axis, tuple(ids[n] for n in names), size_, kind, Phase.OPTIMIZER, names[-1])
 
-    said = share_rows(launched(found, scatter), axis, size, parameters=False)
+    sent = launched_in_passes(found, scatter) if apart else launched(found, scatter)
+    said = share_rows(sent, axis, size, parameters=())
     calls = [gather(names) for names in by_dtype(found.buckets, dtype.__getitem__)]
     return say_loss(afterwards(said, calls), axis)
 
@@ -142,13 +128,13 @@ def by_dtype(buckets: Iterable[Sequence[str]], dtype: Callable[[str], object]) -
     return found
 
 
-def share_rows(program: Program, axis: str, size: int, *, parameters: bool) -> Program:
+def share_rows(program: Program, axis: str, size: int, *, parameters: Collection[int]) -> Program:
     """The program with rows shared out: of gradients, of what the optimizer keeps and makes, and of the parameters.
 
     Args:
         program: As launched.
         axis, size: The data axis.
-        parameters: They are held by rows as well, and gathered where they are used.
+        parameters: Ids of those that are held by rows as well, and gathered where they are used.
     """
     gradients = set(program.gradients.values())
     made = {o for e in program.events() if isinstance(e, Compute) and e.phase == Phase.OPTIMIZER for o in e.outs}
@@ -156,9 +142,10 @@ def share_rows(program: Program, axis: str, size: int, *, parameters: bool) -> P
     def layout(t: Tensor) -> Rows | None:
         if t.shape and t.kind == Kind.OPTIMIZER and _learns(t.name):
             return Rows()
-        if not t.shape or not (t.id in gradients or t.root in program.gradients or t.id in made):
+        stepped = t.id in gradients or t.root in program.gradients or t.id in made
+        if not t.shape or not (stepped or t.root in parameters):
             return None
-        return Rows(held=t.id not in gradients and (parameters or t.root not in program.gradients))
+        return Rows(held=t.id not in gradients and (t.root in parameters or t.root not in program.gradients))
 
     learned = {program.tensors[p].name for p in program.gradients}
 
@@ -181,5 +168,5 @@ def _resaid(program: Program, gradients: set[int]) -> Program:
             )
         return event
 
-    segments = tuple(Repeat(s.count, tuple(map(changed, s.events)), s.block, s.carried) for s in program.segments)
+    segments = tuple(replace(s, events=tuple(map(changed, s.events))) for s in program.segments)
     return replace(program, segments=segments)

@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from partita.runtime.buckets import HALF, missing_gradient
+from partita.runtime.buckets import HALF
 from partita.runtime.calls import MARK, mark
+from partita.runtime.gradients import missing_gradient
 from partita.runtime.net import Net
 
 
@@ -199,7 +200,7 @@ class Rowed:
         names: Sequence[str],
         microbatches: int,
     ) -> None:
-        self.fully, self.pieces, self.last = fully, pieces, False
+        self.fully, self.pieces = fully, pieces
         self.parameters = {n: parameters[n] for n in names}
         self.sums: dict[str, Tensor] = {}
         self.wide = microbatches > 1
@@ -216,10 +217,10 @@ class Rowed:
         for p in self.parameters.values():
             p.grad = None
 
-    def start(self) -> None:
+    def start(self, stage: int | None = None, *, last: bool, silent: bool = False) -> None:
         """Before each microbatch."""
 
-    def end(self, *, idle: bool) -> None:
+    def end(self, *, idle: bool = False) -> None:
         """After each microbatch; `idle`: it had nothing to learn from."""
         for name, p in self.parameters.items():
             if p.grad is None:

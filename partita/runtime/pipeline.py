@@ -10,7 +10,7 @@ Every message goes through the net, so the ledger has it. A parameter of two sta
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,12 +26,15 @@ from partita.runtime.batch import Batch
 from partita.runtime.marks import Marks
 from partita.runtime.net import Net, Work
 from partita.runtime.stages import Item, Key, Staged
+from partita.runtime.stored import Stored
 
-FORWARD, FULL, INPUT, WEIGHT = (
+FORWARD, FULL, INPUT, WEIGHT, UNSHARD, RESHARD = (
     _ComputationType.FORWARD,
     _ComputationType.FULL_BACKWARD,
     _ComputationType.BACKWARD_INPUT,
     _ComputationType.BACKWARD_WEIGHT,
+    _ComputationType.UNSHARD,
+    _ComputationType.RESHARD,
 )
 Values = dict[Key, Tensor]
 
@@ -45,8 +48,12 @@ class Around(Protocol):
         """What to differentiate (of the last stage; None where nothing counts), and what goes on to the next."""
         ...
 
-    def closing(self, *, last: bool) -> None:
-        """Before a backward pass that completes gradients; `last`: of its stage in this step."""
+    def adding(self, stage: int, microbatch: int, *, last: bool, idle: bool) -> AbstractContextManager[None]:
+        """Around a backward pass that makes gradients; `last`: of its stage in this step; `idle`: nothing to learn from."""
+        ...
+
+    def nothing(self, stage: int, microbatch: int) -> bool:
+        """Whether the loss of a microbatch counts nothing, of the last stage."""
         ...
 
     def accumulated(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -152,6 +159,7 @@ class Pipe:
         self.final = {turn.part: at for at, turn in enumerate(role.turns)}
         self.finals = {s: self._final(s) for s in role.stages}
         self.flying: list[Work] = []
+        self.stored: Stored | None = None
         self.runtime = self._runtime()
 
     def _home(self, stage: int) -> int:
@@ -170,6 +178,16 @@ class Pipe:
         for kind, run in ((FORWARD, self._forward), (FULL, self._full), (INPUT, self._input), (WEIGHT, self._weight)):
             runtime.register_custom_function(kind, run)
         return runtime
+
+    def store(self, stored: Stored) -> None:
+        """Hold the parameters by rows; a round begins with all of them whole if they stay so."""
+        self.stored = stored
+        if not stored.reshard:
+            begin, end = ([_Action(s, kind) for s in self.role.stages] for kind in (UNSHARD, RESHARD))
+            turns = self.runtime.pipeline_order_with_comms
+            turns[self.rank] = [*begin, *turns[self.rank], *end]
+            self.runtime.register_custom_function(UNSHARD, lambda action, ctx: stored.unshard(action.stage_index))
+            self.runtime.register_custom_function(RESHARD, lambda action, ctx: stored.free(action.stage_index))
 
     # ---- what the step asks
     @property
@@ -220,7 +238,8 @@ class Pipe:
             before, after = self._home(stage - 1) if stage else self.rank, self._home(min(stage + 1, self.last))
             if before != self.rank:
                 here = self._taken(stage, batch, before)
-            out, here = self.staged.run(stage, batch, here, run)
+            with self._passing(stage):
+                out, here = self.staged.run(stage, batch, here, run)
             if after != self.rank:
                 self.flying += [self.net.send(t, self.axis, after, label=f"{stage}F") for t in here.values()]
         self.land()
@@ -233,22 +252,29 @@ class Pipe:
             work.wait()
         return rooms
 
-    def sum_tied(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add up, in place, the summands of the gradients that several ranks hold; in the order of the ranks."""
+    def sum_tied(self, gradients: Mapping[str, Tensor], room: Callable[[str], int]) -> None:
+        """Add up, in place, the summands of the gradients that several ranks hold; in the order of the ranks.
+
+        Args:
+            gradients: By name.
+            room: Elements sent for one: more than it has where another rank owns more rows of it.
+        """
         for name, others in self.tied().items():
             if name not in gradients:
                 continue
-            mine = gradients[name]
-            rooms = {r: torch.empty_like(mine, memory_format=torch.contiguous_format) for r in others}
-            self.flying += [self.net.send(mine.clone(), self.axis, r, label=name) for r in others]
-            works = [self.net.receive(room, self.axis, r, label=name) for r, room in rooms.items()]
+            flat = gradients[name].reshape(-1)
+            mine = torch.zeros(room(name), dtype=flat.dtype, device=flat.device)
+            mine[: flat.numel()].copy_(flat)
+            rooms = {r: torch.empty_like(mine) for r in others}
+            self.flying += [self.net.send(mine, self.axis, r, label=name) for r in others]
+            works = [self.net.receive(one, self.axis, r, label=name) for r, one in rooms.items()]
             for work in works:
                 work.wait()
-            summands = [t for _, t in sorted({**rooms, self.rank: mine.clone()}.items())]
+            summands = [t for _, t in sorted({**rooms, self.rank: mine}.items())]
             total = summands[0]
             for one in summands[1:]:
                 total = total + one
-            mine.copy_(total)
+            gradients[name].copy_(total[: flat.numel()].view(gradients[name].shape))
         self.land()
 
     # ---- messages
@@ -297,7 +323,7 @@ class Pipe:
             alive.received = self._arrived(stage, m, "F")
         graded = {item.key for item in self._items(stage, m) if item.graded} if stage else set()
         alive.received = {k: t.requires_grad_(k in graded) for k, t in alive.received.items()}
-        with self.around.marks(str(action), "forward"):
+        with self._passing(stage), self.around.marks(str(action), "forward"):
             alive.loss, alive.sent = self.around.stage_forward(stage, self.start + m, alive.received)
         if stage < self.last and self._home(stage + 1) == self.rank:
             self.alive[stage + 1, m].received = {k: t.detach() for k, t in alive.sent.items()}
@@ -314,8 +340,11 @@ class Pipe:
     def _full(self, action: _Action, ctx: Any) -> None:
         stage, m = _of(action)
         outs, gradients = self._outputs(stage, m)
-        self.around.closing(last=self._last("B", stage, m))
-        with self.around.marks(str(action), "backward"):
+        with (
+            self._passing(stage, backward=True),
+            self._adding("B", stage, m, idle=not outs),
+            self.around.marks(str(action), "backward"),
+        ):
             if outs:
                 torch.autograd.backward(outs, gradients)
         self._hand_back(stage, m)
@@ -328,7 +357,7 @@ class Pipe:
         if alive.leaves and outs:  # without leaves nobody waits: all of it is done with the weights
             outs = [t.clone() if t._is_view() or t.is_leaf else t for t in outs]  # torch detaches them in place
             weights = iter(self.weights[stage])
-            with self.around.marks(str(action), "backward"):
+            with self._passing(stage, backward=True), self.around.marks(str(action), "backward"):
                 _, alive.groups = stage_backward_input(outs, gradients, alive.leaves, weights)  # type: ignore[arg-type]
             alive.pending, alive.sent, alive.loss = ([], None), {}, None
         self._hand_back(stage, m)
@@ -336,8 +365,12 @@ class Pipe:
     def _weight(self, action: _Action, ctx: Any) -> None:
         stage, m = _of(action)
         alive = self.alive[stage, m]
-        self.around.closing(last=self._last("W", stage, m))
-        with self.around.marks(str(action), "backward"):
+        idle = alive.groups is None and not alive.pending[0]
+        with (
+            self._passing(stage, backward=True, whole=True),
+            self._adding("W", stage, m, idle=idle),
+            self.around.marks(str(action), "backward"),
+        ):
             if alive.groups is not None:
                 stage_backward_weight(iter(self.weights[stage]), alive.groups)
                 self.around.accumulated(self.weights[stage])
@@ -345,14 +378,20 @@ class Pipe:
                 torch.autograd.backward(*alive.pending)
         self.alive[stage, m] = Alive(returned=alive.returned)
 
-    def _last(self, kind: str, stage: int, m: int) -> bool:
-        return self.ending and self.finals[stage] == Turn(f"{stage}{kind}", m)
+    def _adding(self, kind: str, stage: int, m: int, *, idle: bool) -> AbstractContextManager[None]:
+        last = self.ending and self.finals[stage] == Turn(f"{stage}{kind}", m)
+        return self.around.adding(stage, self.start + m, last=last, idle=idle)
+
+    def _passing(self, stage: int, **how: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self.stored is None else self.stored.passing(stage, **how)
 
     def _hand_back(self, stage: int, m: int) -> None:
         """The gradients of what was received, for the stage before."""
-        alive = self.alive[stage, m]
+        alive, nothing = self.alive[stage, m], self.around.nothing(stage, self.start + m)
         alive.returned = {
-            k: t.grad if t.grad is not None else torch.zeros_like(t) for k, t in alive.received.items() if t.requires_grad
+            k: t.grad if t.grad is not None and not nothing else torch.zeros_like(t)
+            for k, t in alive.received.items()
+            if t.requires_grad
         }
         for t in alive.received.values():
             t.grad = None

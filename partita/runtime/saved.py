@@ -210,7 +210,7 @@ def whole_state(site: Site) -> dict[str, Tensor]:
 def whole_gradients(site: Site) -> dict[str, Tensor]:
     """Gradients by parameter name; those without one left out."""
     if site.pipe is not None:
-        grads = {name: p.grad for name, p in site.module.named_parameters() if p.grad is not None}
+        grads = {name: p.grad for name, p in site.pieces.items() if p.grad is not None}
         listed = {name for told in site.net.gather(list(grads)) for name in told}
         return {name: _held(site, name, grads.get(name)) for name in site.shapes if name in listed}
     return {

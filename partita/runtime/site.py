@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from partita.mesh import Mesh
 from partita.program import Kind, Program
-from partita.program.buckets import cut_buckets
+from partita.program.buckets import cut_apart, cut_buckets
 from partita.program.events import WIDTH
+from partita.program.reduction import stages_of
 from partita.program.sharding import by_dtype, own, padded
 from partita.program.split import Derivation
+from partita.program.staging import Group, sent_of
 from partita.runtime.batch import Share
 from partita.runtime.batch_norm import GlobalStatistics, norms
 from partita.runtime.cuts import Cut, slice_of, spans_of
@@ -35,6 +37,7 @@ from partita.runtime.rows import piece_of
 from partita.runtime.scatter import Gathering
 from partita.runtime.stages import Staged, keep_stage, plain_script
 from partita.runtime.steps import Script
+from partita.runtime.stored import Stored
 from partita.runtime.subject import Subject
 from partita.strategy import Pipelined, Place, Strategy, inside, pipeline_of
 
@@ -120,6 +123,7 @@ class Site:
         self._rooms: dict[str, int] = {}  # elements of a piece on the rank with the most of them
         self._gathering: Gathering | None = None
         self.fully: Fully | None = None  # parameters held by rows
+        self.stored: Stored | None = None  # the same, of a pipeline's stages
         self._gradients = {program.tensors[p].name for p in program.gradients}
 
     # ---- what the whole module said of itself
@@ -145,15 +149,21 @@ class Site:
         """Paths of the batch norm modules."""
         return {name for name, m in self.module.named_modules() if any(c.__name__ == "_BatchNorm" for c in type(m).__mro__)}
 
-    def buckets(self, limit: int) -> list[list[str]]:
-        """The buckets of the gradients of this rank's parameters: names, in launch order."""
+    @property
+    def stages(self) -> dict[str, tuple[int, ...]]:
+        """Parameter -> the stages of this rank that read it; empty without a pipeline."""
+        return stages_of(self.program)
+
+    def buckets(self, limit: int, *, apart: bool = False) -> list[list[str]]:
+        """The buckets of the gradients of this rank's parameters: names, in launch order; `apart`: those of its stages."""
         dtype = self.program.reduce_dtype
         entries = [
             (name, self.room(name) * WIDTH[dtype or self.dtype(p)], dtype or self.dtype(p))
             for name, p in self.module.named_parameters()
             if p.requires_grad and self.has_gradient(name)
         ]
-        return cut_buckets(entries, limit=limit)
+        stages = self.stages if apart else {}
+        return cut_apart(entries, stages, limit=limit) if stages else cut_buckets(entries, limit=limit)
 
     # ---- what a strategy may do
     def share_batch(self, axis: str) -> None:
@@ -220,6 +230,37 @@ class Site:
         self._pieces.update(self.fully.pieces)
         learned = [n for _, names in units for n in names if self.has_gradient(n)]
         self.reductions.append(replace(_reduction(axis, [learned], dtype), scattered="every"))
+
+    def shard_stages(
+        self,
+        axis: str,
+        groups: Sequence[Group],
+        dtype: str | None = None,
+        *,
+        reshard: bool = True,
+        replicate: str | None = None,
+    ) -> None:
+        """Hold rows of the parameters of this rank's stages, and gather a group where a pass uses it.
+
+        Args:
+            axis, dtype, replicate: As in `shard_parameters`.
+            groups: Of `program.staging`.
+            reshard: Whole parameters are let go of within and after each pass.
+        """
+        if self.net.size(axis) == 1:
+            return
+        assert self.pipe is not None, "stages have been cut"
+        staged, name = self.pipe.staged, {p.id: p.name for p in self.program.parameters()}
+        named = [(g.path, g.stages, [name[i] for i in g.parameters]) for g in groups]
+        for n in (n for _, _, names in named for n in names):
+            self._share_rows(n, axis, self.module.get_parameter(n).shape)
+        self.stored = Stored(self.module, self.net, axis, named, lambda: staged.stage, reshard=reshard)
+        self._pieces.update(self.stored.pieces)
+        learned = [[n for i in g.parameters if self.has_gradient(n := name[i])] for g in sent_of(groups)]
+        self.reductions.append(replace(_reduction(axis, learned, dtype), scattered="every"))
+        if replicate is not None and self.net.size(replicate) > 1:
+            self.reductions.append(_reduction(replicate, learned, dtype))
+        self.pipe.store(self.stored)
 
     def _share_rows(self, name: str, axis: str, shape: Sequence[int]) -> None:
         """Note which rows of the whole this rank owns, of the part of this shape that it holds under the axes inside."""

@@ -9,7 +9,8 @@
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from partita.runtime.batch import Batch, shares, taken
 from partita.runtime.buckets import HALF, Buckets, reduce_again
 from partita.runtime.buffers import Keeper
 from partita.runtime.fully import Rowed
+from partita.runtime.gradients import Gradients
 from partita.runtime.loss import READ, Part, Rule, divisor, heard, joined, part_of
 from partita.runtime.loss_terms import Counts, Term
 from partita.runtime.marks import Marks
@@ -70,6 +72,7 @@ class Step:
         self.read: Term | None = None  # the term the weight is read off
         self.strays = ""
         self.blank = False  # whether the loss is no number where nothing counts
+        self.silent: torch.Tensor | None = None  # a loss that counts nothing, to be differentiated all the same
         self.steps = 0
         self._stepped: set[int] | None = None  # ids of the optimizer's parameters
         self._bucketed = set().union(*(b.ids for b in self.buckets))
@@ -78,6 +81,7 @@ class Step:
         made: list[Buckets | Scattered | Rowed] = []
         reductions, net = self.site.reductions, self.site.net
         settings: dict[str, Any] = {"microbatches": self.microbatches, "optional": self.site.program.dynamic}
+        settings["later"] = self.site.pipe.shared_here if self.site.pipe is not None else ()
         for first in reductions[:1]:
             settings["dtype"] = first.dtype
             if self.site.fully is not None:
@@ -85,8 +89,8 @@ class Step:
                 made.append(Rowed(self.site.fully, self.parameters, self.pieces, names, self.microbatches))
             elif first.scattered:
                 every = first.scattered == "every"
-                rows = Scattered(net, first.axis, self.parameters, self.pieces, first.buckets, every=every, **settings)
-                made.append(rows)
+                how = {"every": every, "stages": self.site.stages, **settings}
+                made.append(Scattered(net, first.axis, self.parameters, self.pieces, first.buckets, **how))
             else:
                 made.append(Buckets(net, first.axis, self.parameters, first.buckets, **settings))
         settings["dtype"] = None
@@ -116,8 +120,7 @@ class Step:
         else:
             for m, part in enumerate(parts):
                 for b in self.buckets:
-                    b.last = m == self.microbatches - 1
-                    b.start()
+                    b.start(last=m == self.microbatches - 1)
                 learned = self._microbatch(part, step, m, sums)
                 for b in self.buckets:
                     b.end(idle=not learned)
@@ -156,6 +159,9 @@ class Step:
 
     def _nothing(self, value: torch.Tensor) -> None:
         """The backward pass of a loss that counts nothing, where ranks talk in it; what comes of it is dropped."""
+        if self.site.stored is not None:
+            self.silent = value
+            return
         if self.site.fully is not None and value.requires_grad:
             with self.site.fully.silent():
                 value.backward(torch.zeros_like(value))
@@ -180,7 +186,7 @@ class Step:
                 reduce_again(site.net, axis, self.pieces, [[name]], room=site.room)
         if site.pipe is not None:
             self._fill(site.pipe.tied())
-            site.pipe.sum_tied({n: p.grad for n, p in self.pieces.items() if p.grad is not None})
+            site.pipe.sum_tied({n: p.grad for n, p in self.pieces.items() if p.grad is not None}, site.room)
 
     def _fill(self, names: Iterable[str]) -> None:
         """Zeros where nothing counted, as one device has them."""
@@ -286,6 +292,7 @@ class Turns:
     def __init__(self, step: Step, parts: Sequence[Batch], number: int, sums: torch.Tensor) -> None:
         self.step, self.parts, self.number, self.sums = step, parts, number, sums
         self.idle, self.began, self.marks = True, False, step.marks
+        self.silent: set[tuple[int, int]] = set()  # (stage, microbatch) whose loss counts nothing
 
     def stage_forward(self, stage: int, microbatch: int, received: Values) -> tuple[torch.Tensor | None, Values]:
         """As `pipeline.Around` has it."""
@@ -307,22 +314,28 @@ class Turns:
             return None, sent
         one = step.weigh(out[0], share.samples, out[1], self.sums)
         self.idle &= one is None
-        return None if one is None else one.contribution(step.rule), sent
+        if one is not None:
+            return one.contribution(step.rule), sent
+        loss, step.silent = step.silent, None
+        self.silent.add((stage, microbatch))
+        return loss, sent
 
-    def closing(self, *, last: bool) -> None:
+    @contextmanager
+    def adding(self, stage: int, microbatch: int, *, last: bool, idle: bool) -> Iterator[None]:
         """As `pipeline.Around` has it."""
-        pipe = self.step.site.pipe
-        for b in self._buckets():
-            b.last, b.later = last, pipe.shared_here if pipe is not None else set()
+        for b in self.step.buckets:
+            b.start(stage, last=last, silent=self.nothing(stage, microbatch))
+        yield
+        for b in self.step.buckets:
+            b.end(idle=idle)
+
+    def nothing(self, stage: int, microbatch: int) -> bool:
+        """As `pipeline.Around` has it."""
+        return (stage, microbatch) in self.silent
 
     def accumulated(self, parameters: Sequence[nn.Parameter]) -> None:
         """As `pipeline.Around` has it."""
-        for b in self._buckets():
+        for b in (b for b in self.step.buckets if isinstance(b, Gradients)):
             for p in parameters:
                 if p.grad is not None and id(p) in b.where:
                     b.ready(p)
-
-    def _buckets(self) -> list[Buckets]:
-        found = [b for b in self.step.buckets if isinstance(b, Buckets)]
-        assert len(found) == len(self.step.buckets), "stages share out no rows"
-        return found

@@ -15,7 +15,7 @@ from partita.cost.memory import Occupancy
 from partita.cost.stages import role_occupancy, stage_passes
 from partita.mesh import Mesh
 from partita.program.events import Collective, Phase, Repeat
-from partita.program.program import Program
+from partita.program.program import Program, stage_and_kind
 from partita.program.schedules import Action, Durations, Schedule, Timetable, play
 from partita.program.schedules import Pass as Kind
 from partita.simulate.clock import Timeline, play_segment
@@ -63,14 +63,9 @@ def schedule_of(roles: Sequence[Program]) -> Schedule:
         assert pipeline is not None, "a role has turns"
         for s in pipeline.stages:
             placement[s] = pipeline.rank
-        passes = [(turn, *_split(turn.part)) for turn in pipeline.turns]
+        passes = [(turn, *stage_and_kind(turn.part)) for turn in pipeline.turns]
         order.append(tuple(Action(s, COMPUTES[kind], t.microbatch) for t, s, kind in passes if kind in COMPUTES))
     return Schedule("", tuple(order), tuple(placement), first.microbatches)
-
-
-def _split(part: str) -> tuple[int, str]:
-    digits = len(part) - len(part.lstrip("0123456789"))
-    return int(part[:digits]), part[digits:]
 
 
 def play_roles(roles: Sequence[Program], cluster: Cluster, mesh: Mesh) -> Played:
@@ -86,7 +81,7 @@ def play_roles(roles: Sequence[Program], cluster: Cluster, mesh: Mesh) -> Played
         assert role.pipeline is not None, "a role has turns"
         late = 0.0
         for segment, (plain, last) in ((s, times) for s, times in zip(role.segments, played, strict=True) if s.part):
-            stage, kind = _split(segment.part)
+            stage, kind = stage_and_kind(segment.part)
             if kind in COMPUTES:
                 adding = cost.handling(last=False) / len(role.pipeline.stages) if kind in "BW" else 0.0
                 seconds[kind][stage] = plain + adding
@@ -94,6 +89,8 @@ def play_roles(roles: Sequence[Program], cluster: Cluster, mesh: Mesh) -> Played
             elif kind.startswith("SEND"):
                 cut, way = (stage, send) if kind == "SEND_F" else (stage - 1, back)
                 way[cut] = plain
+            elif kind == "UNSHARD":  # gathered once a step, before the stage's first pass
+                late += last
         tail = sum(last for s, (_, last) in zip(role.segments, played, strict=True) if not s.part)
         once.append(late + tail + cost.handling(last=True) - cost.handling(last=False))
     each = {k: [by.get(s, 0.0) for s in range(schedule.stages)] for k, by in seconds.items()}

@@ -54,6 +54,16 @@ def test_inside_data_and_tensor_axes():
 
 
 @pytest.mark.law
+@pytest.mark.parametrize(
+    ("name", "settings"), [("zero1", {}), ("zero2", {}), ("fsdp", {}), ("fsdp", {"reshard": False})], ids=str
+)
+@pytest.mark.parametrize("schedule", ["one_f_one_b", pytest.param("zbv", marks=pytest.mark.slow)])
+def test_with_rows_shared_out_within_stages(name, settings, schedule):
+    plain, shared, _ = both(LLAMA_13, {"pp": 4, "dp": 2}, [GARDEN[name](**settings), GARDEN[schedule](microbatches=8)])
+    same(plain, shared)
+
+
+@pytest.mark.law
 @pytest.mark.parametrize("policy", ["block", "selective"])
 def test_with_blocks_that_are_computed_again(policy):
     plain, shared, kinds = both(GPT_30, {"pp": 4}, [GARDEN["recompute"](policy=policy), GARDEN["one_f_one_b"](microbatches=8)])

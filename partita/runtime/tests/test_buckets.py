@@ -44,7 +44,7 @@ def test_gradients_are_summed_and_are_views_of_the_buckets():
         buckets = Buckets(net, "dp", names(m), [["c.weight", "scale"], ["b.weight", "a.weight"]])
         for _ in range(2):
             buckets.begin()
-            buckets.last = True
+            buckets.start(last=True)
             m(inputs(net.rank)).backward()
             buckets.finish()
             buckets.settle()
@@ -66,7 +66,7 @@ def test_microbatches_are_reduced_once():
         buckets = Buckets(net, "dp", names(m), [["scale", "c.weight", "b.weight", "a.weight"]], microbatches=2)
         buckets.begin()
         for k in range(2):
-            buckets.last = k == 1
+            buckets.start(last=k == 1)
             m(inputs(2 * net.rank + k)).backward()
         buckets.finish()
         buckets.settle()
@@ -85,7 +85,7 @@ def test_a_parameter_used_on_one_rank_only_has_its_gradient_everywhere():
         m = Three()
         buckets = Buckets(net, "dp", names(m), [["scale", "c.weight"], ["b.weight", "a.weight"]], optional=True)
         buckets.begin()
-        buckets.last = True
+        buckets.start(last=True)
         m(inputs(net.rank), ("a",) if net.rank else ("a", "b")).backward()
         buckets.finish()
         buckets.settle()
@@ -107,7 +107,7 @@ def test_a_missing_gradient_that_was_not_announced_fails_with_its_name():
         m = Three()
         buckets = Buckets(net, "dp", names(m), [["scale", "c.weight", "b.weight", "a.weight"]])
         buckets.begin()
-        buckets.last = True
+        buckets.start(last=True)
         m(inputs(net.rank), ("a", "b")).backward()
         buckets.finish()
 
@@ -120,7 +120,7 @@ def test_gradients_may_be_summed_in_another_dtype():
         m = Three(torch.bfloat16)
         buckets = Buckets(net, "dp", names(m), [["scale", "c.weight", "b.weight", "a.weight"]], dtype=torch.float32)
         buckets.begin()
-        buckets.last = True
+        buckets.start(last=True)
         m(inputs(net.rank, torch.bfloat16)).backward()
         buckets.finish()
         buckets.settle()
@@ -136,7 +136,7 @@ def test_half_gradients_accumulate_in_float32():
     buckets = Buckets(Net(Mesh(), 0), None, {"w": weight}, [["w"]], microbatches=512)
     buckets.begin()
     for k in range(512):
-        buckets.last = k == 511
+        buckets.start(last=k == 511)
         (weight * (256.0 if k == 0 else 0.5)).sum().backward()
     buckets.finish()
     buckets.settle()
@@ -148,7 +148,7 @@ def test_a_second_data_axis_sums_again():
         m = Three()
         buckets = Buckets(net, "dp", names(m), [["scale", "c.weight", "b.weight", "a.weight"]])
         buckets.begin()
-        buckets.last = True
+        buckets.start(last=True)
         m(inputs(net.rank)).backward()
         buckets.finish()
         buckets.settle()

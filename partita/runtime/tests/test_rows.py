@@ -96,8 +96,7 @@ def test_each_rank_ends_with_its_rows_of_the_sums(every, microbatches):
         for _ in range(2):
             one.begin()
             for k in range(microbatches):
-                one.last = k == microbatches - 1
-                one.start()
+                one.start(last=k == microbatches - 1)
                 m(inputs(microbatches * net.rank + k)).backward()
                 one.end(idle=False)
             one.finish()
@@ -134,8 +133,7 @@ def test_a_gradient_on_one_rank_only_is_a_gradient_on_all():
         m = Odd()
         one, pieces = scattered(net, m, every=True, optional=True)
         one.begin()
-        one.last = True
-        one.start()
+        one.start(last=True)
         m(inputs(net.rank), both=net.rank == 0).backward()
         one.end(idle=False)
         one.finish()
@@ -153,7 +151,7 @@ def test_a_gradient_that_stays_away_is_named():
         m = Odd()
         one, _ = scattered(net, m, every=True)
         one.begin()
-        one.start()
+        one.start(last=True)
         m(inputs(0), both=False).backward()
         one.end(idle=False)
 

@@ -7,6 +7,8 @@
 A block is a numbered module that alone reads its parameters; what no block holds belongs to the root, which stays gathered from
 forward to the end of backward. Every microbatch gathers and scatters: whole gradients are never kept.
 
+A stage of a pipeline does so in each of its passes, block by block, with calls of our own: a `fully_shard` knows of no stages.
+
 Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 5.3; Zhao et al. 2023, "PyTorch FSDP", VLDB 16(12), on whose
 successor, torch's `fully_shard`, it runs.
 """
@@ -20,7 +22,8 @@ from partita.mesh import Mesh
 from partita.program import Program
 from partita.program.data import batch_faults, loose_norms, module_faults, rewrite_batch
 from partita.program.gathering import say_sharded, unit_faults
-from partita.program.sharding import sharding_faults, stage_faults
+from partita.program.sharding import sharding_faults
+from partita.program.staging import groups_of, say_stages
 from partita.program.units import units_of
 from partita.strategy import Case, Place, Promise, Strategy
 
@@ -34,7 +37,8 @@ class FSDP(Strategy):
 
     Args:
         axis: The mesh axis that carries the batch and shares out the rows.
-        reshard: Blocks let go of whole parameters after forward; else they keep them until their backward has run.
+        reshard: Blocks let go of whole parameters after forward; else they keep them until their backward has run, those of a
+            pipeline's stages to the end of a round.
         replicate: A second data axis, whose ranks hold the same rows (hybrid sharding); none by default.
 
     Example:
@@ -70,8 +74,8 @@ class FSDP(Strategy):
     def rewrite(self, program: Program, mesh: Mesh) -> Program:
         replicate = None if self.replicate is None else (self.replicate, mesh.size(self.replicate))
         size = mesh.size(self.axis)
-        refuse(stage_faults(program, self.axis, self._who) if size > 1 else [])
-        return say_sharded(program, self.axis, size, name=self.name, reshard=self.reshard, replicate=replicate)
+        say = say_sharded if program.pipeline is None or size == 1 else say_stages
+        return say(program, self.axis, size, name=self.name, reshard=self.reshard, replicate=replicate)
 
     def apply(self, site: "Site") -> None:
         for axis in self.axes:
@@ -79,8 +83,11 @@ class FSDP(Strategy):
             if site.mesh.size(axis) > 1:
                 refuse(loose_norms(site.program, site.batch_norms(), axis, self._who))
                 site.synchronise_batch_norm(axis)
-        units = [(u.path, [site.program.tensors[i].name for i in u.parameters]) for u in units_of(site.program)]
         dtype = site.program.reduce_dtype
+        if site.program.pipeline is not None:
+            site.shard_stages(self.axis, groups_of(site.program), dtype, reshard=self.reshard, replicate=self.replicate)
+            return
+        units = [(u.path, [site.program.tensors[i].name for i in u.parameters]) for u in units_of(site.program)]
         site.shard_parameters(self.axis, units, dtype, reshard=self.reshard, replicate=self.replicate)
 
     @classmethod
@@ -94,6 +101,7 @@ class FSDP(Strategy):
             Case({"outer": 2, "dp": 2}, {"replicate": "outer"}),
             Case({"dp": 2, "tp": 2}, {}),
             Case({"tp": 2, "dp": 2}, {}),
+            Case({"dp": 2, "pp": 2}, {}),
         )
 
     @property
