@@ -12,6 +12,7 @@ from partita.errors import Fault, refuse
 from partita.pages.json import figures_json
 from partita.plans import Plan
 from partita.program import Program
+from partita.program.rounds import usual
 from partita.runtime.launch import cache_folder
 from partita.runtime.programs import program_of
 from partita.simulate import Played, Span, Timeline, play_roles, predict, simulate, spans_of
@@ -39,12 +40,12 @@ class Estimate:
         return figures_json(self.figures, self.plan.hash)
 
     def timeline(self) -> Timeline:
-        """Every event of the first role with start and end, for a trace."""
-        return simulate(self.program, self.cluster, self.plan.mesh, traced=True)
+        """Every event of the first role with start and end, for a trace; of the most frequent kind of step."""
+        return simulate(usual(self.roles)[0], self.cluster, self.plan.mesh, traced=True)
 
     def played(self) -> Played | None:
         """The schedule by the clock, if the plan has a pipeline."""
-        return play_roles(self.roles, self.cluster, self.plan.mesh) if self.program.pipeline else None
+        return play_roles(usual(self.roles), self.cluster, self.plan.mesh) if self.program.pipeline else None
 
     def spans(self) -> dict[int, list[Span]]:
         """Rank (along the pipeline) -> what it does when: of a pipeline its passes in one round, else every event."""

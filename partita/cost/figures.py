@@ -1,5 +1,6 @@
 """Figures: time, memory and traffic of one optimizer step, predicted or measured: one type, so that proving is subtraction."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,16 @@ class Traffic:
 
     def json(self) -> dict[str, Any]:
         return {"axis": self.axis, "op": self.op, "count": self.count, "bytes": self.bytes, "backend_bytes": self.backend_bytes}
+
+
+def total(rows: Sequence[tuple[Traffic, int]], steps: int) -> tuple[Traffic, ...]:
+    """Traffic of the mean step, by axis and op, from rows and in how many of the `steps` each happens: divided once."""
+    sums: dict[tuple[str, str], list[float]] = {}
+    for row, times in rows:
+        one = sums.setdefault((row.axis, row.op), [0, 0, 0.0])
+        for at, amount in enumerate((row.count, row.bytes, row.backend_bytes)):
+            one[at] += times * amount
+    return tuple(Traffic(*key, *(amount / steps for amount in one)) for key, one in sorted(sums.items()))
 
 
 @dataclass(frozen=True)

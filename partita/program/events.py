@@ -180,6 +180,7 @@ class Repeat:
         carried: (outside, inside): where the copy next to a peeled block reads `outside`, the others read `inside` of the
             copy before them.
         part: Of a pipeline's role: which turns run these events, e.g. "2F"; empty elsewhere.
+        when: Numbers of the steps of the period in which the events happen; empty: in every one.
     """
 
     count: int
@@ -187,3 +188,4 @@ class Repeat:
     block: str = ""
     carried: tuple[tuple[int, int], ...] = ()
     part: str = ""
+    when: tuple[int, ...] = ()

@@ -57,7 +57,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Program:
-    """One period of one role.
+    """One period of one role: a step, or several that differ in what they send.
 
     Args:
         atoms: Size of each atom (leaves of the union-find, after settling), by atom number.
@@ -76,6 +76,7 @@ class Program:
         notes: Things a report should say: opaque ops, modules left whole.
         pipeline: Of the role of a pipeline's rank: how its parts take turns; None where microbatches run one after another.
         runs: Paths of the numbered modules whose forward runs exactly once, in that order: blocks, and parts of them.
+        period: Optimizer steps it covers. They differ in what `Repeat.when` says: see `rounds.py`.
     """
 
     atoms: Mapping[int, int]
@@ -94,6 +95,19 @@ class Program:
     notes: tuple[str, ...] = ()
     pipeline: Pipeline | None = None
     runs: tuple[str, ...] = ()
+    period: int = 1
+
+    # ---- steps of a period
+    def step(self, number: int) -> "Program":
+        """The program of one step, by its number from the start of training."""
+        if self.period == 1:
+            return self
+        kept = (replace(s, when=()) for s, there in zip(self.segments, self.kind(number), strict=True) if there)
+        return replace(self, segments=tuple(kept), period=1)
+
+    def kind(self, number: int) -> tuple[bool, ...]:
+        """Which segments happen in a step; steps of one kind do the same."""
+        return tuple(not s.when or number % self.period in s.when for s in self.segments)
 
     # ---- reading
     def events(self) -> Iterator[Event]:
@@ -102,7 +116,8 @@ class Program:
             yield from segment.events
 
     def counted(self) -> Iterator[tuple[Event, int]]:
-        """Every event with how often it happens in the period (repeats x microbatches)."""
+        """Every event with how often it happens in a step (repeats x microbatches)."""
+        assert self.period == 1, "steps of a period differ: ask for its rounds"
         turns = Counter(turn.part for turn in self.pipeline.turns) if self.pipeline else {}
         for segment in self.segments:
             for event in segment.events:
@@ -118,11 +133,12 @@ class Program:
         return self.microbatches
 
     def collectives(self) -> list[Collective]:
-        """The said list of the period, in order, microbatches and repeats unrolled."""
+        """The said list of a step, in order, microbatches and repeats unrolled."""
         return [e for e in self.unrolled() if isinstance(e, Collective)]
 
     def unrolled(self) -> Iterator[Event]:
-        """Every event as often as it happens, in order."""
+        """Every event of a step as often as it happens, in order."""
+        assert self.period == 1, "steps of a period differ: ask for its rounds"
         if self.pipeline is not None:
             yield from self._in_turns(self.pipeline)
             return
@@ -198,7 +214,7 @@ class Program:
         return math.prod(shape) * WIDTH[t.dtype]
 
     def flop(self) -> int:
-        """Flop of this rank in the period."""
+        """Flop of this rank in a step."""
         return sum(e.flop * n for e, n in self.counted() if isinstance(e, Compute))
 
     def opaque_share(self) -> float:

@@ -9,14 +9,24 @@ from partita.program.dims import Signature
 from partita.program.events import Collective, Compute, Event, Kind, Partial, Phase, Repeat, Rows, Split, Tensor
 from partita.program.program import Pipeline, Program, Turn
 
-FORMAT = 2
-PLAIN = ("loss", "microbatches", "reduce_dtype", "clip", "dynamic", "calls")  # fields of Program that are JSON already
+FORMAT = 3
+PLAIN = (
+    "loss",
+    "microbatches",
+    "reduce_dtype",
+    "clip",
+    "dynamic",
+    "calls",
+    "period",
+)  # fields of Program that are JSON already
 
 
 def to_json(program: Program) -> str:
     """The program as one line of JSON."""
     signatures: dict[str, int] = {}
-    segments = [[s.count, s.block, s.carried, s.part, [_event_out(e, signatures) for e in s.events]] for s in program.segments]
+    segments = [
+        [s.count, s.block, s.carried, s.part, s.when, [_event_out(e, signatures) for e in s.events]] for s in program.segments
+    ]
     table = {
         "partita_program": FORMAT,
         "atoms": list(program.atoms.items()),
@@ -57,8 +67,8 @@ def _read(table: Mapping[str, Any]) -> Program:
         atoms=dict(_pairs(table["atoms"])),
         tensors=tuple(_tensor_in(i, row) for i, row in enumerate(table["tensors"])),
         segments=tuple(
-            Repeat(count, tuple(_event_in(e, signatures) for e in events), block, tuple(_pairs(carried)), part)
-            for count, block, carried, part, events in table["segments"]
+            Repeat(count, tuple(_event_in(e, signatures) for e in events), block, tuple(_pairs(carried)), part, tuple(when))
+            for count, block, carried, part, when, events in table["segments"]
         ),
         gradients=dict(_pairs(table["gradients"])),
         classes={name: frozenset(atoms) for name, atoms in table["classes"].items()},

@@ -123,7 +123,9 @@ class _Unfolding:
 
 
 def _joined(segments: list[Repeat]) -> tuple[Repeat, ...]:
-    """Neighbouring flat segments as one; the optimizer apart."""
-    events = [e for s in segments for e in s.events]
-    step = tuple(e for e in events if e.phase != Phase.OPTIMIZER)
-    return tuple(Repeat(1, run) for run in (step, tuple(e for e in events if e.phase == Phase.OPTIMIZER)) if run)
+    """Neighbouring flat segments as one; the optimizer apart, and what happens in some steps only."""
+    events = [(e, s.when) for s in segments for e in s.events]
+    step = [(e, when) for e, when in events if e.phase != Phase.OPTIMIZER]
+    last = [(e, when) for e, when in events if e.phase == Phase.OPTIMIZER]
+    runs = ((when, tuple(e for e, _ in run)) for part in (step, last) for when, run in itertools.groupby(part, lambda x: x[1]))
+    return tuple(Repeat(1, run, when=when) for when, run in runs)

@@ -62,7 +62,7 @@ def wire_of(calls: Sequence[Collective], real: Outcome) -> Wire:
     counted = real.wire_bytes_per_rank
     if counted is None or max((c.nbytes for c in calls), default=0) < MEGABYTE:
         return Wire()
-    return Wire(counted / sum(t.backend_bytes for t in real.traffic()) - 1)
+    return Wire(counted / sum(t.backend_bytes for t in real.traffic(all_steps=True)) - 1)
 
 
 def memory_of(roles: Sequence[Program], real: Outcome) -> Memory:

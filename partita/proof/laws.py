@@ -16,6 +16,7 @@ from partita.mesh import Mesh
 from partita.plans import Plan, load_text
 from partita.program import Compute, Program
 from partita.program.fold import unfold
+from partita.program.rounds import rounds_of
 from partita.program.text import from_json, to_json
 from partita.proof.purity import without_torch
 from partita.runtime.programs import program_of
@@ -110,7 +111,7 @@ def says_the_same_of_a_fold(kind: type[Strategy]) -> list[str]:
     own, program = settled(kind), small()
     mesh = Mesh(tuple((axis, 2) for axis in own.axes))
     folded, flat = (compose_roles(p, [own], mesh) for p in (program, unfold(program)))
-    said = [[c for role in roles for c in role.collectives()] for roles in (folded, flat)]
+    said = [[c for r in rounds_of(roles) for role in r.roles for c in role.collectives()] for roles in (folded, flat)]
     if len(said[0]) != len(said[1]):
         return [f"{len(said[0])} calls folded, {len(said[1])} written out"]
     for k, (a, b) in enumerate(zip(*said, strict=True)):

@@ -19,7 +19,8 @@ from partita.errors import RunFailed, refuse
 from partita.mesh import Mesh
 from partita.plans import Plan
 from partita.program import Program
-from partita.proof.figures import memory_of, wire_of
+from partita.program.rounds import rounds_of
+from partita.proof.figures import Memory, memory_of, wire_of
 from partita.proof.numerics import BOUND, Numerics, compare
 from partita.proof.reference import KEPT, Alone, alone, fresh, in_double, wide_program
 from partita.proof.shrink import BLOCKS, shrink_mesh, shrink_workload, ways
@@ -39,6 +40,7 @@ from partita.workload import Workload
 __all__ = ["STEPS", "Proof", "prove_plan", "prove_subject"]
 
 STEPS = 3
+NEAR = 4  # steps: so short a period is run through twice
 
 
 def prove_plan(plan: Plan, *, ranks: int | None = None, shrink: bool = True) -> Proof:
@@ -149,29 +151,59 @@ def prove_subject(
     training = replace(training, folder=None, resume=None, held_out=None, keep=frozenset())
     program = _said(capture(subject, samples), training, like)
     refuse(check(program, strategies, mesh))
-    audited = max(min(3, training.steps) - 2, 0)  # the step that is recorded
-    roles = compose_roles(_of_step(program, subject, feed, audited, samples, training, like), strategies, mesh)
-    said, calls = roles[0], [said_calls(role.collectives()) for role in roles]
+    steps = recorded_steps(compose_roles(program, strategies, mesh), training.steps)
+    training = replace(training, steps=max(training.steps, steps[-1] + 1), record=frozenset(steps))
+    refuse(feed.ahead(training.steps))
+    roles = {
+        step: tuple(
+            r.step(step)
+            for r in compose_roles(_of_step(program, subject, feed, step, samples, training, like), strategies, mesh)
+        )
+        for step in steps
+    }
+    calls = {step: [said_calls(role.collectives()) for role in some] for step, some in roles.items()}
+    notes, said = roles[steps[0]][0].notes, sum(len(some[0]) for some in calls.values())
     promise = promise_of(strategies, mesh, training.microbatches)
     try:
         real = _ended(run(mesh, subject, strategies, program, training))
         numerics = _numerics(in_double(subject), samples, strategies, mesh, training, reference)
     except RunFailed as failed:  # a rank that dies, hangs or raises is what a wrong strategy may come to
         none = Numerics(math.inf, BOUND[promise], "the run did not end")
-        return Proof(promise, none, len(calls[0]), 0, notes=said.notes, shrunk=shrunk, failure=str(failed))
-    heard = {r["rank"]: [Call(*entry[:4]) for entry in r["heard"]] for r in real.results}
+        return Proof(promise, none, said, 0, notes=notes, shrunk=shrunk, failure=str(failed))
+    heard = {
+        step: {
+            r["rank"]: [Call(*entry[:4]) for s, entries in r["recorded"] if s == step for entry in entries]
+            for r in real.results
+        }
+        for step in steps
+    }
+    found = (_difference(calls[step], heard[step], coordinates_of(strategies, mesh)) for step in steps)
     return Proof(
         promise=promise,
         numerics=numerics,
-        said=len(calls[0]),
-        heard=len(heard[0]),
-        difference=_difference(calls, heard, coordinates_of(strategies, mesh)),
-        ledger_equal=_same_ledgers(real, audited),
-        wire=wire_of([c for role in roles for c in role.collectives()], real),
-        memory=memory_of(roles, real),
-        notes=said.notes,
+        said=said,
+        heard=sum(len(some[0]) for some in heard.values()),
+        difference=next((d for d in found if d is not None), None),
+        ledger_equal=all(_same_ledgers(real, step) for step in steps),
+        wire=wire_of([c for some in roles.values() for role in some for c in role.collectives()], real),
+        memory=_fullest([memory_of(some, real) for some in roles.values()]),
+        notes=notes,
         shrunk=shrunk,
     )
+
+
+def recorded_steps(roles: Sequence[Program], steps: int) -> list[int]:
+    """Which steps a proof records: one, or the first of each kind; the very first step of all only if it is far to the next."""
+    rounds = rounds_of(roles)
+    if len(rounds) == 1:
+        return [max(min(3, steps) - 2, 0)]
+    period = roles[0].period
+    return sorted(r.first or (period if period <= NEAR else 0) for r in rounds)
+
+
+def _fullest(found: Sequence[Memory]) -> Memory:
+    """That of the kind of step that needs most."""
+    return max(found, key=lambda one: one.predicted or 0.0)
 
 
 def _ended(real: Outcome) -> Outcome:
@@ -220,7 +252,8 @@ def _same_ledgers(real: Outcome, audited: int) -> bool:
     """Whether every rank's ledger of the recorded step is what its recorder heard."""
     for r in real.results:
         sent = [ledger for step, ledger in r["ledger_changes"] if step <= audited]
-        if sent and [e[:4] for e in sent[-1]] != [h[:4] for h in r["heard"]]:
+        heard = next((entries for step, entries in r["recorded"] if step == audited), [])
+        if sent and [e[:4] for e in sent[-1]] != [h[:4] for h in heard]:
             return False
     return True
 
@@ -230,7 +263,7 @@ def _numerics(
 ) -> Numerics:
     """The split run of a subject in double against one device."""
     program = _said(wide_program(subject, samples), training, None)
-    kept = replace(training, keep=frozenset(KEPT), audit=False)
+    kept = replace(training, keep=frozenset(KEPT), audit=False, record=frozenset())
     split = _ended(run(mesh, subject, strategies, program, kept, wide=True))
     whole = reference(subject, program, training)
     pairs = {"parameter": (split.tensors["state"], whole.state), "gradient": (split.tensors["gradients"], whole.gradients)}

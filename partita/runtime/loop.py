@@ -48,11 +48,11 @@ def train_ranks(
 
     Returns:
         JSON: `first` (steps done before), `losses`, `seconds`, `norms`, `held_out` [[steps done, loss]], `ledger` (of one
-        step), `ledger_changes` [[step, ledger]] where it differs from the step before, `heard`, `wire_bytes` (per step, or
-        null), `memory` {peak, resident}, `timeline` [[name, phase, start, end]] of the newest step, `interrupted`, `rank`,
-        `pid`, `coordinate`, `rule`, `files` {kind: its name in `net.folder`}, `transient` (buffers in the state that are no
-        part of a state dict), `tied` {name: the first name of the same parameter}, `checkpoints` [{step, bytes,
-        waited_seconds, seconds}] (rank 0's).
+        step), `ledger_changes` [[step, ledger]] where it differs from the step before, `heard`, `recorded` [[step, heard]],
+        `period`, `wire_bytes` (per step, or null), `memory` {peak, resident}, `timeline` [[name, phase, start, end]] of the
+        newest step, `interrupted`, `rank`, `pid`, `coordinate`, `rule`, `files` {kind: its name in `net.folder`}, `transient`
+        (buffers in the state that are no part of a state dict), `tied` {name: the first name of the same parameter},
+        `checkpoints` [{step, bytes, waited_seconds, seconds}] (rank 0's).
     """
     run = _Run(net, subject, strategies, program, training)
     run.train()
@@ -84,6 +84,7 @@ class _Run:
         self.held_out: list[tuple[int, float]] = []
         self.ledgers: list[tuple[int, list[Any]]] = []
         self.heard: list[Any] = []
+        self.recorded: list[tuple[int, list[Any]]] = []
         self.interrupted = False
         self.timeline: list[Mark] = []
 
@@ -141,7 +142,7 @@ class _Run:
         net.notes.doing(f"step {step + 1}")
         self.rate.set(step)
         run = min(3, self.training.steps - self.first)
-        audit = self.training.audit and number == max(run - 2, 0)
+        audit = step in self.training.record if self.training.record else self.training.audit and number == max(run - 2, 0)
         measured = number == run - 1
         recorder = Recorder(net.axes, self.site.module) if audit else None
         at = len(net.ledger)
@@ -160,6 +161,7 @@ class _Run:
             self.meter.release()
         if recorder is not None:
             self.heard = [[h.op, h.axis, h.nbytes, h.dtype, str(h.phase), h.module] for h in recorder.heard]
+            self.recorded.append((step, self.heard))
         self._note(step, done, at)
 
     def _note(self, step: int, done: Done, at: int) -> None:
@@ -220,6 +222,8 @@ class _Run:
             "ledger": self.ledgers[-1][1] if self.ledgers else [],
             "ledger_changes": [[step, sent] for step, sent in self.ledgers],
             "heard": self.heard,
+            "recorded": [list(one) for one in self.recorded],
+            "period": self.site.program.period,
             "wire_bytes": self.wire.total / steps if self.wire.readable and steps else None,
             "memory": {"peak": self.meter.peak, "resident": self.meter.plain},
             "rule": {"kind": self.step.rule.kind, "nominal": self.step.rule.nominal},

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from partita.cost.collective import backend_bytes
-from partita.cost.figures import Figures, Traffic
+from partita.cost.figures import Figures, Traffic, total
 from partita.mesh import Mesh
 from partita.program import Program
 from partita.program.events import WIDTH
@@ -81,16 +81,29 @@ class Outcome:
         """Plain resident bytes, of the fullest rank."""
         return max((r["memory"]["resident"] for r in self.results if r["memory"]["resident"]), default=float("nan"))
 
-    def traffic(self, backend: str = "gloo") -> tuple[Traffic, ...]:
-        """What the busiest rank sent in one step, as its ledger has it."""
-        busiest = max(self.results, key=lambda r: sum(e[2] for e in r["ledger"] if e[0] != "receive"))
-        rows: dict[tuple[str, str], list[float]] = {}
-        for op, axis, nbytes, dtype, *_ in (e for e in busiest["ledger"] if e[0] != "receive"):
-            row = rows.setdefault((axis, op), [0, 0, 0.0])
-            row[0] += 1
-            row[1] += nbytes
-            row[2] += backend_bytes(backend, op, nbytes, self.mesh.size(axis), WIDTH[dtype])
-        return tuple(Traffic(axis, op, *row) for (axis, op), row in sorted(rows.items()))
+    def ledgers(self, rank: int) -> list[list[Any]]:
+        """A rank's ledger of every step."""
+        found, changes = [], dict(map(tuple, self.results[rank]["ledger_changes"]))
+        first = self.results[rank]["first"]
+        for step in range(first, first + len(self.losses)):
+            found.append(changes.get(step, found[-1] if found else []))
+        return found
+
+    def traffic(self, backend: str = "gloo", *, all_steps: bool = False) -> tuple[Traffic, ...]:
+        """What the busiest rank sent in one step, as its ledger has it: the mean of the newest period, or of all steps.
+
+        A run that was shorter than a period has the mean of the steps it ran.
+        """
+        busiest = max(range(len(self.results)), key=lambda r: sum(e[2] for e in self.results[r]["ledger"] if e[0] != "receive"))
+        steps = self.ledgers(busiest)
+        steps = steps if all_steps else steps[-self.results[0]["period"] :]
+        rows = [
+            (Traffic(axis, op, 1, nbytes, backend_bytes(backend, op, nbytes, self.mesh.size(axis), WIDTH[dtype])), 1)
+            for ledger in steps
+            for op, axis, nbytes, dtype, *_ in ledger
+            if op != "receive"
+        ]
+        return total(rows, len(steps))
 
     def figures(self, backend: str = "gloo") -> Figures:
         """Measured figures; `step_seconds` is the 10th percentile of the timed steps."""

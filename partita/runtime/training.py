@@ -27,6 +27,7 @@ class Training:
         held_out_batches: How many.
         keep: What is gathered whole at the end into `net.folder`: any of "state", "gradients", "optimizer".
         audit: Whether one step is recorded.
+        record: Numbers of the steps recorded instead.
     """
 
     steps: int
@@ -46,3 +47,4 @@ class Training:
     held_out_batches: int = 4
     keep: frozenset[str] = frozenset({"state"})
     audit: bool = True
+    record: frozenset[int] = frozenset()

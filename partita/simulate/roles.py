@@ -16,11 +16,13 @@ from partita.cost.stages import role_occupancy, stage_passes
 from partita.mesh import Mesh
 from partita.program.events import Collective, Phase, Repeat
 from partita.program.program import Program, stage_and_kind
+from partita.program.rounds import rounds_of
 from partita.program.schedules import Action, Durations, Schedule, Timetable, play
 from partita.program.schedules import Pass as Kind
 from partita.simulate.clock import Timeline, play_segment
 from partita.simulate.costs import Costs, costs_of
 from partita.simulate.figures import band_of, estimate, explain, traffic
+from partita.simulate.mean import mean_of
 from partita.units import format_bytes
 from partita.workload import Workload
 
@@ -164,7 +166,15 @@ def estimate_roles(roles: Sequence[Program], cluster: Cluster, mesh: Mesh, workl
 def predict(
     roles: Sequence[Program], cluster: Cluster, mesh: Mesh, workload: Workload, held: Occupancy | None = None
 ) -> Figures:
-    """The figures of a plan, whether its ranks do the same or have roles in a pipeline; `held`: as of `estimate`."""
+    """The figures of a plan: of a step, or of the mean step where they differ; `held`: as of `estimate`."""
+    found = [(_of_step(r.roles, cluster, mesh, workload, held), r.count) for r in rounds_of(roles)]
+    return found[0][0] if len(found) == 1 else mean_of(found)
+
+
+def _of_step(
+    roles: Sequence[Program], cluster: Cluster, mesh: Mesh, workload: Workload, held: Occupancy | None
+) -> Figures:
+    """Whether ranks do the same or have roles in a pipeline."""
     if roles[0].pipeline is None:
         return estimate(roles[0], cluster, mesh, workload, held)
     return estimate_roles(roles, cluster, mesh, workload)

@@ -243,7 +243,7 @@ def test_a_plan_of_one_rank_is_proved_bitwise():
 
 # ---------------------------------------------------------------- figures: checks that can fail
 def outcome(wire, sent, peak=math.nan):
-    return SimpleNamespace(wire_bytes_per_rank=wire, peak=peak, traffic=lambda: [SimpleNamespace(backend_bytes=sent)])
+    return SimpleNamespace(wire_bytes_per_rank=wire, peak=peak, traffic=lambda **_: [SimpleNamespace(backend_bytes=sent)])
 
 
 @pytest.mark.law
