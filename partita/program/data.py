@@ -58,6 +58,8 @@ def batch_faults(program: Program, axis: str, size: int, who: str) -> list[Fault
     """
     if size == 1:
         return []
+    if program.relaxed:
+        return [_outside_relaxed(program.relaxed, axis, who)]
     samples = samples_of(program)
     if samples % size:
         return [_does_not_divide(samples * program.microbatches, size, program.microbatches, axis, who)]
@@ -214,6 +216,17 @@ def _does_not_divide(batch: int, size: int, microbatches: int, axis: str, who: s
         f"batch = data ranks x accumulate x microbatch size, so {unit} must divide {batch}",
         f"batch = {' or '.join(map(str, legal))}",
         "workload.batch",
+    )
+
+
+def _outside_relaxed(inner: str, axis: str, who: str) -> Fault:
+    return Fault(
+        "P116",
+        f"{who} cannot sum over ranks whose models differ: axis {inner!r} is relaxed",
+        f"the table of {inner!r} stands before that of {axis!r}",
+        "gradients are summed first where that is exact; a relaxed axis is the outermost of the data axes, and there is one",
+        f"the table of {axis!r} before that of {inner!r}, or an exact strategy for {inner!r}",
+        f"mesh.{axis}",
     )
 
 

@@ -77,6 +77,7 @@ class Program:
         pipeline: Of the role of a pipeline's rank: how its parts take turns; None where microbatches run one after another.
         runs: Paths of the numbered modules whose forward runs exactly once, in that order: blocks, and parts of them.
         period: Optimizer steps it covers. They differ in what `Repeat.when` says: see `rounds.py`.
+        relaxed: The data axis over which ranks exchange less than every gradient, or later; empty if there is none.
     """
 
     atoms: Mapping[int, int]
@@ -96,6 +97,7 @@ class Program:
     pipeline: Pipeline | None = None
     runs: tuple[str, ...] = ()
     period: int = 1
+    relaxed: str = ""
 
     # ---- steps of a period
     def step(self, number: int) -> "Program":

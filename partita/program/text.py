@@ -18,6 +18,7 @@ PLAIN = (
     "dynamic",
     "calls",
     "period",
+    "relaxed",
 )  # fields of Program that are JSON already
 
 

@@ -55,7 +55,7 @@ def check_strategy(kind: type[Strategy], *, cases: Sequence[Case] | None = None,
         tried = [case for case in tried if _two_axes(case)][:1]
     proofs = []
     for case in tried:
-        found = _proof(kind, case)
+        found = _proof(kind, case, band=not quick)
         proofs += [found] if isinstance(found, Proof) else []
         reasons += [f"{_named(case)}: {why}" for why in (found.reasons if isinstance(found, Proof) else [found])]
     if reasons:
@@ -102,10 +102,10 @@ def _named(case: Case) -> str:
     return f"case {case.workload} on {mesh}" + (f" with {dict(case.settings)}" if case.settings else "")
 
 
-def _proof(kind: type[Strategy], case: Case) -> Proof | str:
+def _proof(kind: type[Strategy], case: Case, *, band: bool = True) -> Proof | str:
     """The proof of a case, or why there is none."""
     try:
-        return prove_plan(plan_of(kind, case), shrink=False)
+        return prove_plan(plan_of(kind, case), shrink=False, band=band)
     except (PartitaError, LookupError) as error:
         return str(error)
     except Exception as error:

@@ -23,6 +23,7 @@ from partita.program.rounds import rounds_of
 from partita.proof.figures import Memory, memory_of, wire_of
 from partita.proof.numerics import BOUND, Numerics, compare
 from partita.proof.reference import KEPT, Alone, alone, fresh, in_double, wide_program
+from partita.proof.relaxed import agreements, exact_setting, learning
 from partita.proof.shrink import BLOCKS, shrink_mesh, shrink_workload, ways
 from partita.proof.square import Call, Difference, first_difference, said_calls
 from partita.proof.verdict import Proof
@@ -43,13 +44,14 @@ STEPS = 3
 NEAR = 4  # steps: so short a period is run through twice
 
 
-def prove_plan(plan: Plan, *, ranks: int | None = None, shrink: bool = True) -> Proof:
+def prove_plan(plan: Plan, *, ranks: int | None = None, shrink: bool = True, band: bool = True) -> Proof:
     """Prove a plan that names its workload.
 
     Args:
         plan: Any legal plan.
         ranks: Ranks the copy may use; None means the fewest.
         shrink: False proves the plan at its own size.
+        band: Train with a relaxed strategy and with its exact setting, and compare what they learn.
 
     Raises:
         Refused: What the plan itself is refused for; P118, when `ranks` is below the smallest copy.
@@ -80,6 +82,7 @@ def prove_plan(plan: Plan, *, ranks: int | None = None, shrink: bool = True) -> 
             like=workload,
             shrunk=tuple(lines),
             reference=fresh(workload) if shrink and _outsiders(plan.strategies) else alone,
+            band=band,
         )
 
 
@@ -119,7 +122,7 @@ def data_ranks(strategies: Sequence[Strategy], mesh: Mesh) -> int:
     return ranks
 
 
-def prove_subject(
+def prove_subject(  # noqa: PLR0913 - the subject, and how it is proved
     subject: Subject,
     strategies: Sequence[Strategy],
     mesh: Mesh,
@@ -128,6 +131,7 @@ def prove_subject(
     like: Workload | None = None,
     shrunk: tuple[str, ...] = (),
     reference: Alone = alone,
+    band: bool = True,
 ) -> Proof:
     """Prove strategies on a subject as it is.
 
@@ -139,6 +143,7 @@ def prove_subject(
         like: The workload it came from: master copies and reduction dtype.
         shrunk: Lines to print.
         reference: Runs the single device.
+        band: As of `prove_plan`.
 
     Raises:
         Refused: What the strategies refuse.
@@ -167,6 +172,8 @@ def prove_subject(
     try:
         real = _ended(run(mesh, subject, strategies, program, training))
         numerics = _numerics(in_double(subject), samples, strategies, mesh, training, reference)
+        relaxed = band and promise == Promise.RELAXED
+        learned = learning(subject, strategies, mesh, program, training) if relaxed else []
     except RunFailed as failed:  # a rank that dies, hangs or raises is what a wrong strategy may come to
         none = Numerics(math.inf, BOUND[promise], "the run did not end")
         return Proof(promise, none, said, 0, notes=notes, shrunk=shrunk, failure=str(failed))
@@ -189,6 +196,7 @@ def prove_subject(
         memory=_fullest([memory_of(some, real) for some in roles.values()]),
         notes=notes,
         shrunk=shrunk,
+        invariants=(*agreements(strategies, mesh, real), *learned),
     )
 
 
@@ -262,6 +270,7 @@ def _numerics(
     subject: Subject, samples: int, strategies: Sequence[Strategy], mesh: Mesh, training: Training, reference: Alone
 ) -> Numerics:
     """The split run of a subject in double against one device."""
+    strategies, subject, training = exact_setting(strategies, subject, training)
     program = _said(wide_program(subject, samples), training, None)
     kept = replace(training, keep=frozenset(KEPT), audit=False, record=frozenset())
     split = _ended(run(mesh, subject, strategies, program, kept, wide=True))

@@ -28,7 +28,7 @@ def evaluate(site: Site, rule: Rule, batches: Callable[[int], Batch], count: int
     module.eval()
     try:
         reads = rule.kind in READ or rule.watches  # weights are read off the graph of the loss
-        with torch.set_grad_enabled(reads), net.quiet():
+        with torch.set_grad_enabled(reads), net.quiet(), site.joined():
             for number in range(count):
                 batch = batches(number)
                 samples = samples_of(batch) or 1

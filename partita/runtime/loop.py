@@ -7,12 +7,16 @@
 Every rank runs this; rank 0 writes metrics and files. The result is JSON; whole tensors go to a safetensors file.
 """
 
+import hashlib
 import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+
+import torch
+from torch import nn
 
 from partita.program import Program
 from partita.runtime import metrics, saved
@@ -49,10 +53,11 @@ def train_ranks(
     Returns:
         JSON: `first` (steps done before), `losses`, `seconds`, `norms`, `held_out` [[steps done, loss]], `ledger` (of one
         step), `ledger_changes` [[step, ledger]] where it differs from the step before, `heard`, `recorded` [[step, heard]],
-        `period`, `wire_bytes` (per step, or null), `memory` {peak, resident}, `timeline` [[name, phase, start, end]] of the
-        newest step, `interrupted`, `rank`, `pid`, `coordinate`, `rule`, `files` {kind: its name in `net.folder`}, `transient`
-        (buffers in the state that are no part of a state dict), `tied` {name: the first name of the same parameter},
-        `checkpoints` [{step, bytes, waited_seconds, seconds}] (rank 0's).
+        `digests` [[step, of the parameters after it]] of ranks of a relaxed axis, `period`, `wire_bytes` (per step, or null),
+        `memory` {peak, resident}, `timeline` [[name, phase, start, end]] of the newest step, `interrupted`, `rank`, `pid`,
+        `coordinate`, `rule`, `files` {kind: its name in `net.folder`}, `transient` (buffers in the state that are no part of
+        a state dict), `tied` {name: the first name of the same parameter}, `checkpoints` [{step, bytes, waited_seconds,
+        seconds}] (rank 0's).
     """
     run = _Run(net, subject, strategies, program, training)
     run.train()
@@ -84,6 +89,7 @@ class _Run:
         self.held_out: list[tuple[int, float]] = []
         self.ledgers: list[tuple[int, list[Any]]] = []
         self.heard: list[Any] = []
+        self.digests: list[tuple[int, str]] = []
         self.recorded: list[tuple[int, list[Any]]] = []
         self.interrupted = False
         self.timeline: list[Mark] = []
@@ -162,6 +168,7 @@ class _Run:
         if recorder is not None:
             self.heard = [[h.op, h.axis, h.nbytes, h.dtype, str(h.phase), h.module] for h in recorder.heard]
             self.recorded.append((step, self.heard))
+            self.digests.append((step, digest(self.site.module) if self.site.exchange is not None else ""))
         self._note(step, done, at)
 
     def _note(self, step: int, done: Done, at: int) -> None:
@@ -223,6 +230,7 @@ class _Run:
             "ledger_changes": [[step, sent] for step, sent in self.ledgers],
             "heard": self.heard,
             "recorded": [list(one) for one in self.recorded],
+            "digests": [list(one) for one in self.digests],
             "period": self.site.program.period,
             "wire_bytes": self.wire.total / steps if self.wire.readable and steps else None,
             "memory": {"peak": self.meter.peak, "resident": self.meter.plain},
@@ -234,6 +242,14 @@ class _Run:
             "tied": self.site.tied,
             "checkpoints": [done.json() for done in self.saver.done],
         }
+
+
+def digest(module: nn.Module) -> str:
+    """Of the bits of all parameters: two modules have the same exactly when they are equal."""
+    found = hashlib.sha256()
+    for p in module.parameters():
+        found.update(p.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+    return found.hexdigest()
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -190,6 +190,11 @@ class Net:
             work = dist.reduce_scatter_single(out, whole, group=self.group(axis), async_op=overlapped)
             return Work(work, self.notes, what) if overlapped else None
 
+    def all_to_all_into(self, out: Tensor, sent: Tensor, axis: str, *, label: str = "") -> None:
+        """Fill `out`, on an axis of several ranks, with what each sent this one: `sent` is an equal part for each rank."""
+        with self._call("all_to_all", axis, sent.nbytes, sent.dtype, label):
+            dist.all_to_all_single(out, sent, group=self.group(axis))
+
     def all_to_all(self, tensor: Tensor, axis: str, *, cut: int = 0, join: int = 0, label: str = "") -> Tensor:
         """Cut the tensor along dim `cut`, give each rank its piece, and join the pieces received along dim `join`."""
         size = self.size(axis)

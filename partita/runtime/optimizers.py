@@ -84,6 +84,18 @@ def element_faults(subject: Subject, whole: nn.Module, placements: Mapping[str, 
     return []
 
 
+def server_fault(name: str, axis: str) -> Fault:
+    """P116 for an optimizer at a server that is not known to treat every element alone."""
+    return Fault(
+        "P116",
+        f"{name} cannot step at the servers of axis {axis!r}",
+        "a server holds a range of the flat buffer: of a parameter perhaps some elements, in one dimension",
+        "an optimizer steps on what a rank holds, so it must treat every element of a parameter alone",
+        'one of torch\'s own that does (SGD, Adam, AdamW, ...), or optimizer_at = "worker"',
+        "optimizer",
+    )
+
+
 def _parts(module: nn.Module, spans: Mapping[str, Spans]) -> nn.Module:
     """The module with a rank's parts in place of its parameters, ties kept."""
     named = dict(module.named_parameters())

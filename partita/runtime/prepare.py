@@ -16,7 +16,7 @@ from partita.runtime.batch_norm import microbatch_faults, own_no_ranks
 from partita.runtime.look import copied
 from partita.runtime.net import Net
 from partita.runtime.norm import clip_faults
-from partita.runtime.optimizers import element_faults, foreign_faults, hook_faults, treats_elements_alone
+from partita.runtime.optimizers import element_faults, foreign_faults, hook_faults, server_fault, treats_elements_alone
 from partita.runtime.random import faults as drawing_faults
 from partita.runtime.random import rows
 from partita.runtime.site import Site
@@ -69,6 +69,8 @@ def prepare(
     site = Site(module, net, subject, program, samples // training.microbatches, seed=training.seed)
     whole = copied(module) if net.ranks > 1 and not treats_elements_alone(optimizer) else None
     site.apply(strategies)
+    if site.exchange is not None and site.exchange.pieces and not treats_elements_alone(optimizer):
+        refuse([server_fault(type(optimizer).__name__, site.exchange.axis)])
     if whole is not None and site.placements:
         axis = next(axis for cuts in site.placements.values() for axis, _, _ in cuts)
         refuse(agreed(net, element_faults(subject, whole, site.placements, axis)))

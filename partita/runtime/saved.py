@@ -20,6 +20,7 @@ from partita.runtime.site import Site
 from partita.runtime.state import cuts_of, gather, gather_held, optimizer_state
 from partita.runtime.weights import fill
 
+OWN = "exchange/"  # beginning of the names of what only one rank of a relaxed axis has
 KINDS = ("state", "gradients", "optimizer")
 
 
@@ -28,8 +29,10 @@ def begin(saver: Saver, site: Site, optimizer: torch.optim.Optimizer, root: Path
     """Start a checkpoint after `step` steps, unless there is one; all ranks call it."""
     if site.net.share(step in steps(root)):
         return
-    tensors, placements, extra = _kept_of(site, optimizer, step)
-    saver.begin(root, step, tensors, placements, extra, copy=copy)
+    own = _own(site, optimizer)
+    with site.joined():
+        tensors, placements, extra = _kept_of(site, optimizer, step)
+        saver.begin(root, step, tensors | own, placements, extra, copy=copy or bool(own))
 
 
 def save(site: Site, optimizer: torch.optim.Optimizer, root: Path, step: int) -> None:
@@ -52,6 +55,10 @@ def _kept_of(
             placements[f"optimizer/{name}/{key}"] = list(cuts_of(site.placements, name, value, p))
         elif isinstance(value, int | float | bool | str) or value is None:
             plain[f"{name}/{key}"] = value
+    if site.exchange is not None and site.exchange.alone and site.exchange.rank:
+        tensors = {
+            name: t for name, t in tensors.items() if not name.startswith("optimizer/")
+        }  # of a worker that speaks for all
     tensors |= _random_state(site.net)
     version, numbers, gauss = random.getstate()
     extra = {
@@ -61,8 +68,26 @@ def _kept_of(
         "mesh": [list(a) for a in site.mesh.axes],
         "tied": site.tied,
         "transient": site.transient,
+        "exchange": site.exchange.mark if site.exchange is not None else "",
     }
     return tensors, placements, extra
+
+
+def _own(site: Site, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What only this rank of a relaxed axis has."""
+    if site.exchange is None:
+        return {}
+    return {f"{OWN}{site.net.rank}/{name}": t for name, t in site.exchange.kept(optimizer).items()}
+
+
+def _own_wanted(site: Site, found: Index) -> dict[str, Tensor]:
+    """Room for what a checkpoint of the same exchange on the same ranks kept of this rank."""
+    if site.exchange is None or found.extra.get("exchange") != site.exchange.mark:
+        return {}
+    if found.extra.get("mesh") != [list(a) for a in site.mesh.axes]:
+        return {}
+    names = {n: found.find(n) for n in found.names if n.startswith(f"{OWN}{site.net.rank}/")}
+    return {n: torch.zeros(s.shape, dtype=s.dtype, device=site.net.device) for n, s in names.items() if s is not None}
 
 
 def resume(site: Site, optimizer: torch.optim.Optimizer, folder: Path) -> int:
@@ -73,16 +98,21 @@ def resume(site: Site, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     wanted |= {f"optimizer/{name}/{key}": (t, cuts) for (name, key), (t, cuts) in state.items()}
     draws = _random_wanted(site.net, found)
     wanted |= {name: (t, ()) for name, t in draws.values()}
-    extra = load(found.folder, wanted, site.net, spare=("random/",))
+    own = _own_wanted(site, found)
+    wanted |= {name: (t, ()) for name, t in own.items()}
+    extra = load(found.folder, wanted, site.net, spare=("random/", OWN))
     named = site.pieces
     for (name, key), (t, _) in state.items():
-        optimizer.state[named[name]][key] = t
+        optimizer.state[named[name]][key] = t if site.exchange is None else site.exchange.piece(name, t)
     for full, value in extra["optimizer"].items():
         name, _, key = full.rpartition("/")
         if name in named:  # of this rank's stages
             optimizer.state[named[name]][key] = value
     with site.net.quiet():
         site.refresh()
+    if site.exchange is not None:
+        head = f"{OWN}{site.net.rank}/"
+        site.exchange.fill(optimizer, {n.removeprefix(head): t for n, t in own.items()}, int(extra["step"]))
     _set_random_state(site.net, {kind: t for kind, (_, t) in draws.items()}, extra["python"])
     return int(extra["step"])
 
@@ -93,6 +123,8 @@ def start(site: Site, file: Path) -> None:
     fill(file, wanted, site.shapes, site.tied, site.net)
     with site.net.quiet():
         site.refresh()
+    if site.exchange is not None:
+        site.exchange.restart(0)
 
 
 def _model(site: Site) -> dict[str, tuple[Tensor, Placement]]:
@@ -112,7 +144,7 @@ def _optimizer_state(
             continue
         if stored.shape == tuple(site.shapes[name]):
             room[name, key] = (
-                torch.zeros_like(named[name], dtype=stored.dtype, requires_grad=False),
+                torch.zeros_like(site.parts[name], dtype=stored.dtype, requires_grad=False),
                 site.placements.get(name, ()),
             )
         else:
@@ -149,13 +181,15 @@ def _set_random_state(net: Net, states: Mapping[str, Tensor], python: Sequence[A
 
 def _tensors(site: Site) -> dict[str, Tensor]:
     """This rank's parts of parameters and buffers by name, each once, buffers outside the state dict included."""
-    return {name: t.detach() for name, t in (*site.pieces.items(), *site.module.named_buffers())}
+    return {name: t.detach() for name, t in (*site.parts.items(), *site.module.named_buffers())}
 
 
 def _kept(site: Site, optimizer: torch.optim.Optimizer) -> list[tuple[str, str, Any, Tensor]]:
     """(parameter name, key, value, this rank's part of the parameter) of everything an optimizer keeps."""
-    named = site.pieces
-    return [(name, key, value, named[name]) for (name, key), value in optimizer_state(named, optimizer).items()]
+    parts, kept = site.parts, optimizer_state(site.pieces, optimizer)
+    if site.exchange is not None:
+        kept = {(n, k): site.exchange.whole(n, v) if isinstance(v, Tensor) else v for (n, k), v in kept.items()}
+    return [(name, key, value, parts[name]) for (name, key), value in kept.items()]
 
 
 # ---------------------------------------------------------------- whole tensors
@@ -164,7 +198,7 @@ def collect(site: Site, optimizer: torch.optim.Optimizer, keep: frozenset[str]) 
     net = site.net
     assert net.folder is not None
     made = {
-        "state": lambda: whole_state(site),
+        "state": lambda: _joined_state(site),
         "gradients": lambda: whole_gradients(site),
         "optimizer": lambda: whole_optimizer(site, optimizer),
     }
@@ -176,6 +210,11 @@ def collect(site: Site, optimizer: torch.optim.Optimizer, keep: frozenset[str]) 
             if net.rank == 0 or not net.forked:
                 save_file({n: _dense(t).cpu().contiguous().clone() for n, t in whole.items()}, str(net.folder / files[kind]))
     return files
+
+
+def _joined_state(site: Site) -> dict[str, Tensor]:
+    with site.joined():
+        return {name: t.clone() for name, t in whole_state(site).items()}
 
 
 def _dense(t: Tensor) -> Tensor:
@@ -192,7 +231,7 @@ def whole_state(site: Site) -> dict[str, Tensor]:
     names = {id(p): n for n, p in site.module.named_parameters()}
     kept = site.module.state_dict(keep_vars=True)
     kept |= {name: b for name, b in site.module.named_buffers() if name not in kept}
-    pieces = site.pieces
+    pieces = site.parts
     whole: dict[str, Tensor] = {}
     for key, value in kept.items():
         if isinstance(value, Tensor):
@@ -213,11 +252,10 @@ def whole_gradients(site: Site) -> dict[str, Tensor]:
         grads = {name: p.grad for name, p in site.pieces.items() if p.grad is not None}
         listed = {name for told in site.net.gather(list(grads)) for name in told}
         return {name: _held(site, name, grads.get(name)) for name in site.shapes if name in listed}
-    return {
-        name: gather(site.net, p.grad, site.shapes[name], site.placements.get(name, ()))
-        for name, p in site.pieces.items()
-        if p.grad is not None
-    }
+    found = {name: p.grad for name, p in site.pieces.items() if p.grad is not None}
+    if site.exchange is not None:
+        found = {name: site.exchange.gradient(name, site.exchange.whole(name, g)) for name, g in found.items()}
+    return {name: gather(site.net, g, site.shapes[name], site.placements.get(name, ())) for name, g in found.items()}
 
 
 def whole_optimizer(site: Site, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

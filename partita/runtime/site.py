@@ -9,7 +9,7 @@ one normative order.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,7 @@ from partita.mesh import Mesh
 from partita.program import Kind, Program
 from partita.program.buckets import cut_apart, cut_buckets
 from partita.program.events import WIDTH
+from partita.program.pushing import PushPull
 from partita.program.reduction import stages_of
 from partita.program.sharding import by_dtype, own, padded
 from partita.program.split import Derivation
@@ -32,6 +33,8 @@ from partita.runtime.offload import Offloaded
 from partita.runtime.pipeline import Pipe
 from partita.runtime.random import Stream, draws, rows
 from partita.runtime.recompute import recomputed
+from partita.runtime.relaxed.exchange import Exchange
+from partita.runtime.relaxed.server import Server
 from partita.runtime.replay import Axis, Replay, hear_whole, install
 from partita.runtime.rows import piece_of
 from partita.runtime.scatter import Gathering
@@ -124,6 +127,8 @@ class Site:
         self._gathering: Gathering | None = None
         self.fully: Fully | None = None  # parameters held by rows
         self.stored: Stored | None = None  # the same, of a pipeline's stages
+        self.exchange: Exchange | None = None  # of a relaxed data axis
+        self.seed = seed
         self._gradients = {program.tensors[p].name for p in program.gradients}
 
     # ---- what the whole module said of itself
@@ -271,6 +276,17 @@ class Site:
             mine = slice_of(held, *own(shape[0], size, self.net.coordinate[axis]))
             self.placements.setdefault(name, []).append((axis, 0, mine))
 
+    def push_and_pull(self, axis: str, plan: PushPull) -> None:
+        """Exchange parameters or gradients over the axis with servers that its ranks are, as planned."""
+        self._exchanges(Server(self.net, axis, self._learning(), self.placements, plan, self.seed))
+
+    def _learning(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self.module.named_parameters() if p.requires_grad and self.has_gradient(n)}
+
+    def _exchanges(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self._pieces.update(exchange.pieces)
+
     def synchronise_batch_norm(self, axis: str) -> None:
         """Batch norms use the statistics of the whole batch over the axis."""
         if self.net.size(axis) > 1:
@@ -356,6 +372,11 @@ class Site:
         """What this rank's optimizer steps on, by the name of the parameter: the parameter, or its own rows of it."""
         return {name: self._pieces.get(name, p) for name, p in self.module.named_parameters()}
 
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """This rank's part of every parameter: what a checkpoint stores of it."""
+        return self.pieces if self.exchange is None else dict(self.module.named_parameters())
+
     def room(self, name: str) -> int:
         """Elements of a piece on the rank that owns the most rows of it."""
         return self._rooms[name] if name in self._rooms else self.module.get_parameter(name).numel()
@@ -374,7 +395,19 @@ class Site:
         for group in optimizer.param_groups:
             held = [p for p in group["params"] if id(p) not in known or known[id(p)] in pieces]  # of this rank's stages
             group["params"] = [pieces[known[id(p)]] if id(p) in known else p for p in held]
-        optimizer.register_step_post_hook(lambda *_: self.refresh())
+        optimizer.register_step_post_hook(lambda *_: self._stepped())
+        if self.exchange is not None:
+            self.exchange.optimizer = optimizer
+
+    def _stepped(self) -> None:
+        """The optimizer has stepped."""
+        self.refresh()
+        if self.exchange is not None:
+            self.exchange.parameters()
+
+    def joined(self) -> AbstractContextManager[None]:
+        """Within it, parameters are those of the one model, where ranks of a relaxed axis hold others."""
+        return nullcontext() if self.exchange is None else self.exchange.joined()
 
     def refresh(self) -> None:
         """Fill the parameters from the ranks' pieces."""
@@ -407,7 +440,8 @@ class Site:
     @property
     def apart(self) -> list[str]:
         """Axes along which ranks hold other parameters."""
-        return [self.pipe.axis] if self.pipe is not None else []
+        served = self.exchange is not None and self.exchange.pieces
+        return [self.pipe.axis] if self.pipe is not None else [self.exchange.axis] if served and self.exchange else []
 
     @property
     def talks(self) -> bool:

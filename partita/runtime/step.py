@@ -4,8 +4,9 @@
 2  with the last one (or with each, where rows are added up): the buckets of the data axes, launched by hooks; then the late
    gradients of tensor axes
 3  per data axis: who has a gradient (only if control flow depends on data), then 16 bytes of loss and weight
-4  with clipping: 8 bytes per axis that cuts a parameter
-5  the optimizer; then, where it stepped on rows, the parameters are gathered
+4  of a relaxed data axis: what it exchanges of gradients
+5  with clipping: 8 bytes per axis that cuts a parameter
+6  the optimizer; then, where it stepped on rows, the parameters are gathered; then what a relaxed axis exchanges of them
 """
 
 import math
@@ -65,6 +66,7 @@ class Step:
         self.site, self.rule, self.samples, self.microbatches, self.clipping = site, rule, samples, microbatches, clip
         self.parameters = {n: p for n, p in site.module.named_parameters() if p.requires_grad}
         self.pieces = {n: site.pieces[n] for n in self.parameters}  # what this rank's optimizer steps on, gradients with it
+        self.local = self.parameters if site.exchange is not None else self.pieces  # what backward's gradients are of
         self.shares = shares(samples, site.data_rank, site.data_ranks, microbatches)
         self.keeper = Keeper(site.module, buffers or {}, site.data_ranks, microbatches)
         self.buckets = self._buckets()
@@ -109,6 +111,8 @@ class Step:
         """Forward and backward of this rank's microbatches: gradients are those of one device. Returns the global loss."""
         for b in self.buckets:
             b.begin()
+        if self.site.exchange is not None:
+            self.site.exchange.begin(step)
         self.keeper.begin()
         self.blank = False
         sums = torch.zeros(2, dtype=torch.float64, device=self.site.net.device)
@@ -179,11 +183,11 @@ class Step:
         if idle:
             self._fill(name for _, names in site.late for name in names)
         for again in site.reductions[1:]:
-            reduce_again(site.net, again.axis, self.pieces, again.buckets, again.dtype, site.room)
+            reduce_again(site.net, again.axis, self.local, again.buckets, again.dtype, site.room)
         for axis, names in site.late:
             for name in names:
-                assert self.pieces[name].grad is not None, f"{name} has no gradient to sum over {axis}"
-                reduce_again(site.net, axis, self.pieces, [[name]], room=site.room)
+                assert self.local[name].grad is not None, f"{name} has no gradient to sum over {axis}"
+                reduce_again(site.net, axis, self.local, [[name]], room=site.room)
         if site.pipe is not None:
             self._fill(site.pipe.tied())
             site.pipe.sum_tied({n: p.grad for n, p in self.pieces.items() if p.grad is not None}, site.room)
@@ -191,7 +195,7 @@ class Step:
     def _fill(self, names: Iterable[str]) -> None:
         """Zeros where nothing counted, as one device has them."""
         for name in names:
-            p = self.pieces[name]
+            p = self.local[name]
             if p.grad is None and self.site.has_gradient(name):
                 p.grad = torch.zeros_like(p)
 
@@ -216,9 +220,12 @@ class Step:
         self.steps += 1
         if not weight:
             self._fill(self.parameters)
-        grads = [p.grad for p in self.pieces.values() if p.grad is not None]
+        grads = [p.grad for p in self.local.values() if p.grad is not None]
         if by and by != self.rule.nominal and grads:
             torch._foreach_mul_(grads, self.rule.nominal / by)
+        if site.exchange is not None:
+            self._fill(self.parameters)
+            site.exchange.gradients()
         return loss
 
     def _strayed(self) -> PartitaError:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import permutations, product
 
 from partita.mesh import Mesh
-from partita.strategy import Pipelined, Place, Strategy
+from partita.strategy import Pipelined, Place, Promise, Strategy
 
 
 def candidates(ranks: int, strategies: Sequence[type[Strategy]]) -> Iterator[tuple[Mesh, tuple[Strategy, ...]]]:
@@ -65,7 +65,8 @@ def layouts(ranks: int, strategies: Sequence[type[Strategy]]) -> Iterator[Layout
 
 def _families(strategies: Sequence[type[Strategy]]) -> Iterator[tuple[Strategy, ...]]:
     """At most one of each place, innermost first, as places are; pipelines apart."""
-    strategies = [cls for cls in strategies if cls.place != Place.PIPELINE]
+    # whether to train by another algorithm is the user's to choose
+    strategies = [cls for cls in strategies if cls.place != Place.PIPELINE and cls.promise != Promise.RELAXED]
     places = sorted({cls.place for cls in strategies})
     for combination in product(*([None, *(cls for cls in strategies if cls.place == place)] for place in places)):
         yield tuple(cls() for cls in combination if cls is not None)

@@ -171,9 +171,7 @@ def predict(
     return found[0][0] if len(found) == 1 else mean_of(found)
 
 
-def _of_step(
-    roles: Sequence[Program], cluster: Cluster, mesh: Mesh, workload: Workload, held: Occupancy | None
-) -> Figures:
+def _of_step(roles: Sequence[Program], cluster: Cluster, mesh: Mesh, workload: Workload, held: Occupancy | None) -> Figures:
     """Whether ranks do the same or have roles in a pipeline."""
     if roles[0].pipeline is None:
         return estimate(roles[0], cluster, mesh, workload, held)

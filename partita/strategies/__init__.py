@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from partita.strategies.pipeline.own_schedule import OwnSchedule
     from partita.strategies.pipeline.zbv import ZBV
     from partita.strategies.pipeline.zero_bubble import ZeroBubble
+    from partita.strategies.relaxed.parameter_server import ParameterServer
+    from partita.strategies.relaxed.slim_dp import SlimDP
     from partita.strategies.tensor.tensor_parallel import TensorParallel
 
 GROUP = "partita.strategies"
@@ -44,6 +46,8 @@ HOUSE = {  # name in a plan -> where the class lives
     "zero1": "partita.strategies.data.zero1:Zero1",
     "zero2": "partita.strategies.data.zero2:Zero2",
     "fsdp": "partita.strategies.data.fsdp:FSDP",
+    "parameter_server": "partita.strategies.relaxed.parameter_server:ParameterServer",
+    "slim_dp": "partita.strategies.relaxed.slim_dp:SlimDP",
     "tensor_parallel": "partita.strategies.tensor.tensor_parallel:TensorParallel",
 }
 _CLASSES = {target.partition(":")[2]: target for target in HOUSE.values()}
@@ -61,7 +65,9 @@ __all__ = [
     "Offload",
     "OneFOneB",
     "OwnSchedule",
+    "ParameterServer",
     "Recompute",
+    "SlimDP",
     "TensorParallel",
     "Zero1",
     "Zero2",

@@ -1,0 +1,1 @@
+"""What ranks of a relaxed data axis do around a step."""
