@@ -155,7 +155,9 @@ def gradient_buffers(program: Program) -> int:
 
 def _buckets(program: Program) -> list[Collective]:
     return [
-        e for e in program.events() if isinstance(e, Collective) and e.overlapped and e.op in ("all_reduce", "reduce_scatter")
+        e
+        for e in program.events()
+        if isinstance(e, Collective) and e.overlapped and e.tensors and e.op in ("all_reduce", "reduce_scatter")
     ]
 
 

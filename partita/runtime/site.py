@@ -33,6 +33,7 @@ from partita.runtime.offload import Offloaded
 from partita.runtime.pipeline import Pipe
 from partita.runtime.random import Stream, draws, rows
 from partita.runtime.recompute import recomputed
+from partita.runtime.relaxed.averaging import Averaging, Late, Meeting, Outer
 from partita.runtime.relaxed.exchange import Exchange
 from partita.runtime.relaxed.server import Server
 from partita.runtime.replay import Axis, Replay, hear_whole, install
@@ -279,6 +280,15 @@ class Site:
     def push_and_pull(self, axis: str, plan: PushPull) -> None:
         """Exchange parameters or gradients over the axis with servers that its ranks are, as planned."""
         self._exchanges(Server(self.net, axis, self._learning(), self.placements, plan, self.seed))
+
+    def meet(self, axis: str, *, period: int, rate: float, momentum: float, nesterov: bool) -> None:
+        """Step alone, and take an outer step from the mean over the axis every `period` steps."""
+        outer = Outer(period, rate, momentum, nesterov)
+        self._exchanges(Meeting(self.net, axis, self._learning(), self.placements, outer))
+
+    def average_late(self, axis: str, *, every: int, delay: int, keep: float) -> None:
+        """Step alone, and take in averages over the axis `delay` steps after they were begun."""
+        self._exchanges(Averaging(self.net, axis, self._learning(), self.placements, Late(every, delay, keep)))
 
     def _learning(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.module.named_parameters() if p.requires_grad and self.has_gradient(n)}

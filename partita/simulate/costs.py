@@ -71,6 +71,8 @@ def gradient_work(program: Program) -> tuple[Work, Work]:
     """
     copies = program.copies()
     size = sum(program.local_bytes(g) * copies.get(g, 1) for g in program.gradients.values())
-    buffered = program.microbatches > 1 or any(isinstance(e, Collective) and e.overlapped and e.once for e in program.events())
+    buffered = program.microbatches > 1 or any(
+        isinstance(e, Collective) and e.overlapped and e.once and e.tensors for e in program.events()
+    )
     once = (size if buffered else 0) + (3 * size if program.clip else 0)
     return Work("add_", "gradients", "float32", 0, 3 * size if buffered else 0), Work("mul_", "gradients", "float32", 0, once)

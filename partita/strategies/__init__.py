@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from partita.strategies.pipeline.own_schedule import OwnSchedule
     from partita.strategies.pipeline.zbv import ZBV
     from partita.strategies.pipeline.zero_bubble import ZeroBubble
+    from partita.strategies.relaxed.delayed_averaging import DelayedAveraging
+    from partita.strategies.relaxed.local_sgd import LocalSGD
     from partita.strategies.relaxed.parameter_server import ParameterServer
     from partita.strategies.relaxed.slim_dp import SlimDP
     from partita.strategies.tensor.tensor_parallel import TensorParallel
@@ -46,6 +48,8 @@ HOUSE = {  # name in a plan -> where the class lives
     "zero1": "partita.strategies.data.zero1:Zero1",
     "zero2": "partita.strategies.data.zero2:Zero2",
     "fsdp": "partita.strategies.data.fsdp:FSDP",
+    "delayed_averaging": "partita.strategies.relaxed.delayed_averaging:DelayedAveraging",
+    "local_sgd": "partita.strategies.relaxed.local_sgd:LocalSGD",
     "parameter_server": "partita.strategies.relaxed.parameter_server:ParameterServer",
     "slim_dp": "partita.strategies.relaxed.slim_dp:SlimDP",
     "tensor_parallel": "partita.strategies.tensor.tensor_parallel:TensorParallel",
@@ -57,10 +61,12 @@ __all__ = [
     "FSDP",
     "GARDEN",
     "ZBV",
+    "DelayedAveraging",
     "DualPipeV",
     "GPipe",
     "Garden",
     "Interleaved",
+    "LocalSGD",
     "LoopedBFS",
     "Offload",
     "OneFOneB",

@@ -159,6 +159,7 @@ class Exchange(ABC):
 
     def fill(self, optimizer: torch.optim.Optimizer, found: Mapping[str, Tensor], step: int) -> None:
         """Go on from what this rank kept; nothing kept begins anew."""
+        self.step = step - 1
         if not found:
             self.restart(step)
             return

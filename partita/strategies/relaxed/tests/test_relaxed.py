@@ -1,4 +1,4 @@
-"""parameter_server and slim_dp as plans: what is said, what is refused, and going on from a checkpoint."""
+"""Relaxed strategies as plans: what is said, what is refused, and going on from a checkpoint."""
 
 import shutil
 
@@ -14,7 +14,7 @@ from partita.plans import load_text
 from partita.program.relaxing import lanes_of
 from partita.program.rounds import rounds_of
 from partita.runtime.programs import program_of
-from partita.strategies import DDP, FSDP, GARDEN, GPipe, ParameterServer, SlimDP
+from partita.strategies import DDP, FSDP, GARDEN, DelayedAveraging, GPipe, LocalSGD, ParameterServer, SlimDP
 from partita.strategy import check, compose
 from partita.workload import GPT, Workload
 
@@ -84,6 +84,10 @@ BAD = {
     "an unknown weight": ("slim_dp", 'c = "some"', "P107", "auto, gradient"),
     "an unknown place": ("slim_dp", 'optimizer_at = "home"', "P107", "worker, server"),
     "an unknown merge": ("slim_dp", 'merge = "max"', "P107", "mean, sum"),
+    "later than the next": ("delayed_averaging", "every = 2\ndelay = 3", "P112", "delay = 3"),
+    "nothing but its own": ("delayed_averaging", "keep = 1.0", "P112", "keep = 1.0"),
+    "workers that never meet": ("local_sgd", "period = 0", "P112", "period = 0"),
+    "momentum that grows": ("local_sgd", "outer_momentum = 1.0", "P112", "outer_momentum = 1.0"),
     "never exchanged": ("parameter_server", "every = 0", "P112", "every = 0"),
     "an unknown form": ("parameter_server", 'form = "ring"', "P107", "server, collective"),
     "some modules": ("parameter_server", 'modules = ["a.*"]', "P112", "modules"),
@@ -142,6 +146,8 @@ PLANS = {
     "worker": ParameterServer(every=2),
     "server": ParameterServer(every=2, optimizer_at="server"),
     "collective": ParameterServer(form="collective"),
+    "local": LocalSGD(period=3, outer_rate=0.7, outer_momentum=0.9),
+    "late": DelayedAveraging(every=3, delay=3, keep=0.1),
     "slim at worker": SlimDP(alpha=0.4, beta=0.2, q=3),
     "slim at server": SlimDP(alpha=0.4, beta=0.2, q=3, optimizer_at="server", explorer="seed"),
     "slim everywhere": SlimDP(alpha=0.4, beta=0.2, q=3, form="collective"),
