@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from partita.mesh import Mesh
 from partita.program import Kind, Program
 from partita.program.buckets import cut_apart, cut_buckets
+from partita.program.compressing import LowRank, Quantized, TopK
 from partita.program.events import WIDTH
 from partita.program.pushing import PushPull
 from partita.program.reduction import stages_of
@@ -34,6 +35,7 @@ from partita.runtime.pipeline import Pipe
 from partita.runtime.random import Stream, draws, rows
 from partita.runtime.recompute import recomputed
 from partita.runtime.relaxed.averaging import Averaging, Late, Meeting, Outer
+from partita.runtime.relaxed.compressed import Largest, Rounded, Thin
 from partita.runtime.relaxed.exchange import Exchange
 from partita.runtime.relaxed.server import Server
 from partita.runtime.replay import Axis, Replay, hear_whole, install
@@ -289,6 +291,18 @@ class Site:
     def average_late(self, axis: str, *, every: int, delay: int, keep: float) -> None:
         """Step alone, and take in averages over the axis `delay` steps after they were begun."""
         self._exchanges(Averaging(self.net, axis, self._learning(), self.placements, Late(every, delay, keep)))
+
+    def send_largest(self, axis: str, codec: TopK) -> None:
+        """Step with the mean of the largest elements of each rank's gradients."""
+        self._exchanges(Largest(self.net, axis, self._learning(), self.placements, codec))
+
+    def send_rounded(self, axis: str, codec: Quantized) -> None:
+        """Step with the mean of each rank's gradients in a few bits."""
+        self._exchanges(Rounded(self.net, axis, self._learning(), self.placements, codec, self.seed))
+
+    def send_thin(self, axis: str, codec: LowRank) -> None:
+        """Step with the mean of each rank's gradients as products of thin matrices."""
+        self._exchanges(Thin(self.net, axis, self._learning(), self.placements, codec, self.seed))
 
     def _learning(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.module.named_parameters() if p.requires_grad and self.has_gradient(n)}

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from partita.strategies.relaxed.delayed_averaging import DelayedAveraging
     from partita.strategies.relaxed.local_sgd import LocalSGD
     from partita.strategies.relaxed.parameter_server import ParameterServer
+    from partita.strategies.relaxed.power_sgd import PowerSGD
+    from partita.strategies.relaxed.quantized import Quantized
     from partita.strategies.relaxed.slim_dp import SlimDP
+    from partita.strategies.relaxed.top_k import TopK
     from partita.strategies.tensor.tensor_parallel import TensorParallel
 
 GROUP = "partita.strategies"
@@ -51,6 +54,9 @@ HOUSE = {  # name in a plan -> where the class lives
     "delayed_averaging": "partita.strategies.relaxed.delayed_averaging:DelayedAveraging",
     "local_sgd": "partita.strategies.relaxed.local_sgd:LocalSGD",
     "parameter_server": "partita.strategies.relaxed.parameter_server:ParameterServer",
+    "power_sgd": "partita.strategies.relaxed.power_sgd:PowerSGD",
+    "quantized": "partita.strategies.relaxed.quantized:Quantized",
+    "top_k": "partita.strategies.relaxed.top_k:TopK",
     "slim_dp": "partita.strategies.relaxed.slim_dp:SlimDP",
     "tensor_parallel": "partita.strategies.tensor.tensor_parallel:TensorParallel",
 }
@@ -72,9 +78,12 @@ __all__ = [
     "OneFOneB",
     "OwnSchedule",
     "ParameterServer",
+    "PowerSGD",
+    "Quantized",
     "Recompute",
     "SlimDP",
     "TensorParallel",
+    "TopK",
     "Zero1",
     "Zero2",
     "ZeroBubble",

@@ -14,7 +14,19 @@ from partita.plans import load_text
 from partita.program.relaxing import lanes_of
 from partita.program.rounds import rounds_of
 from partita.runtime.programs import program_of
-from partita.strategies import DDP, FSDP, GARDEN, DelayedAveraging, GPipe, LocalSGD, ParameterServer, SlimDP
+from partita.strategies import (
+    DDP,
+    FSDP,
+    GARDEN,
+    DelayedAveraging,
+    GPipe,
+    LocalSGD,
+    ParameterServer,
+    PowerSGD,
+    Quantized,
+    SlimDP,
+    TopK,
+)
 from partita.strategy import check, compose
 from partita.workload import GPT, Workload
 
@@ -88,6 +100,11 @@ BAD = {
     "nothing but its own": ("delayed_averaging", "keep = 1.0", "P112", "keep = 1.0"),
     "workers that never meet": ("local_sgd", "period = 0", "P112", "period = 0"),
     "momentum that grows": ("local_sgd", "outer_momentum = 1.0", "P112", "outer_momentum = 1.0"),
+    "nothing large": ("top_k", "ratio = 0.0", "P112", "ratio = 0.0"),
+    "more than there is": ("top_k", "ratio = 2.0", "P112", "ratio = 2.0"),
+    "three bits": ("quantized", "bits = 3", "P112", "bits = 8, 4 or 2"),
+    "an empty bucket": ("quantized", "bucket = 0", "P112", "bucket = 0"),
+    "no column": ("power_sgd", "rank = 0", "P112", "rank = 0"),
     "never exchanged": ("parameter_server", "every = 0", "P112", "every = 0"),
     "an unknown form": ("parameter_server", 'form = "ring"', "P107", "server, collective"),
     "some modules": ("parameter_server", 'modules = ["a.*"]', "P112", "modules"),
@@ -148,6 +165,9 @@ PLANS = {
     "collective": ParameterServer(form="collective"),
     "local": LocalSGD(period=3, outer_rate=0.7, outer_momentum=0.9),
     "late": DelayedAveraging(every=3, delay=3, keep=0.1),
+    "largest": TopK(ratio=0.2, momentum=0.5),
+    "rounded": Quantized(bits=4, bucket=16, both=True),
+    "thin": PowerSGD(rank=1),
     "slim at worker": SlimDP(alpha=0.4, beta=0.2, q=3),
     "slim at server": SlimDP(alpha=0.4, beta=0.2, q=3, optimizer_at="server", explorer="seed"),
     "slim everywhere": SlimDP(alpha=0.4, beta=0.2, q=3, form="collective"),
