@@ -2,7 +2,7 @@
 
     exactly()     the same method in the setting in which it is exact: compared with one device
     agrees(step)  after which steps all ranks hold the same model: compared bit by bit
-    BAND          how much less it may have learned than the exact setting after as many steps of the optimizer
+    learns        the least share of what its exact setting learns that it has learned after as many steps of the optimizer
 
 A strategy file says what is exchanged (`say`) and has it exchanged so (`send`).
 """
@@ -22,8 +22,6 @@ from partita.strategy.contract import Place, Promise, Strategy
 if TYPE_CHECKING:
     from partita.runtime.site import Site
 
-BAND = 0.5  # of what the exact setting learns
-
 
 @dataclass(frozen=True)
 class Relaxed(Strategy):
@@ -36,6 +34,7 @@ class Relaxed(Strategy):
     place: ClassVar[Place] = Place.DATA
     promise: ClassVar[Promise] = Promise.RELAXED
     alone: ClassVar[bool] = False  # even where it is exact each worker steps, and clips, by itself: exact for plain SGD only
+    learns: ClassVar[float] = 0.5  # at least, of what its exact setting learns in the first steps on one batch
 
     axis: str = "dp"
 

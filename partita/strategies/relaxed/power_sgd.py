@@ -39,6 +39,7 @@ class PowerSGD(Relaxed):
     """
 
     name: ClassVar[str] = "power_sgd"
+    learns: ClassVar[float] = 0.1  # what is left out or rounded off at first evens out over more steps than are looked at
 
     rank: int = 4
 

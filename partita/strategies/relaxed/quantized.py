@@ -39,6 +39,7 @@ class Quantized(Relaxed):
     """
 
     name: ClassVar[str] = "quantized"
+    learns: ClassVar[float] = 0.1  # what is left out or rounded off at first evens out over more steps than are looked at
 
     bits: int = 8
     bucket: int = 512

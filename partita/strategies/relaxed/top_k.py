@@ -38,6 +38,7 @@ class TopK(Relaxed):
     """
 
     name: ClassVar[str] = "top_k"
+    learns: ClassVar[float] = 0.1  # what is left out or rounded off at first evens out over more steps than are looked at
 
     ratio: float = 0.01
     momentum: float = 0.0
