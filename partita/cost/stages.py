@@ -160,8 +160,10 @@ class _Walk:
         self.dying: dict[int, list[int]] = {}
         end, first = len(flat) - 1, len(runs["F"])
         kept, graph = {self.root[i] for i in held}, set[int]()
-        if len(runs) > len("FB"):  # torch keeps the whole graph between a backward of the input and that of the weights
+        self.split = len(runs) > len("FB")
+        if self.split:  # torch keeps the whole graph between a backward of the input and that of the weights
             graph = {self.root[o] for e in runs["F"] if isinstance(e, Compute) for o in e.outs}
+            kept |= self._run_again(runs["I"], graph)
         for storage, at in last_uses(flat, self.root, self.gradients).items():
             stays = storage in kept or (storage in graph and at >= first)
             self.dying.setdefault(end if stays else at, []).append(storage)
@@ -172,16 +174,21 @@ class _Walk:
             start += len(run)
         self.live: dict[int, int] = {}
         self.calls: dict[str, int] = dict.fromkeys(("communication", "gathered", "gradients"), 0)
-        self.at = 0
+        self.at, self.returned = 0, 0
+
+    def _run_again(self, inputs: Sequence[Event], graph: set[int]) -> set[int]:
+        """Gradients that flow into ops with gradients of both kinds, e.g. a norm's: those ops run again with the weights."""
+        both = (e for e in inputs if isinstance(e, Compute) and any(self.root[o] in self.gradients for o in e.outs))
+        return {self.root[i] for e in both for i in e.ins} - graph
 
     def run(self, kind: str, made: Sequence[int]) -> Pass:
         """One pass; `made`: what is there before it begins."""
-        extra = 0
         if kind == "F":
             for i in made:
                 self._make(i)
-        elif made:
-            extra = sum(self.program.local_bytes(i) for i in made)  # gradients that came back, one as large as each value
+        elif made:  # gradients that came back, one as large as each value; the weights of the last op need them too
+            self.returned = sum(self.program.local_bytes(i) for i in made)
+        extra = self.returned
         peak, best, flying = Pass(extra, 0, 0, {**self.calls, "activations": extra}, ""), -1, 0
         for event in self.runs[kind]:
             self._add(self.held.given, -1)
@@ -206,7 +213,8 @@ class _Walk:
             self.at += 1
         self.calls["communication"] = 0  # what is still on its way is counted with the turns that follow
         last = kind == list(self.runs)[-1]
-        return replace(peak, left=0 if last else sum(self.live.values()), flying=flying)
+        left = 0 if last else sum(self.live.values()) + (self.returned if self.split else 0)
+        return replace(peak, left=left, flying=flying)
 
     def _add(self, amounts: Mapping[int, Mapping[str, int]], sign: int) -> None:
         for name, size in amounts.get(self.at, {}).items():
