@@ -40,6 +40,7 @@ def stepping(subject: Subject, stage: int, batch: dict[str, Any]) -> Callable[[]
     """A step of DeepSpeed on its half of the batch; returns this rank's loss."""
     import deepspeed  # noqa: PLC0415 - the peer may be absent
 
+    deepspeed.ops.__compatible_ops__.clear()  # ops it would compile first, one that goes around gloo among them
     deepspeed.init_distributed(dist_backend="gloo", verbose=False, auto_mpi_discovery=False)
     config = {
         "train_micro_batch_size_per_gpu": WORKLOAD.batch // 2,
