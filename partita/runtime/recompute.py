@@ -10,7 +10,7 @@ written once. The module stays what it is: class, names, hooks; only its forward
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -47,6 +47,7 @@ def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:
 def _wrapped(forward: Callable[..., Any], keep: Sequence[str]) -> Callable[..., Any]:
     changing: set[str] | None = None
 
+    @wraps(forward)  # what it accepts is asked of it
     def again(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal changing
         if not torch.is_grad_enabled():

@@ -1,6 +1,7 @@
 """A second pass finds everything as the first one did: masks, calls, buffers, counters; and it changes nothing twice."""
 
 import copy
+import inspect
 from dataclasses import dataclass
 
 import pytest
@@ -163,3 +164,16 @@ def test_kept_ops_run_once_and_give_the_same(keep):
     recomputed(net, keep)
     net(x).square().sum().backward()
     assert all(torch.equal(a, p.grad) for a, p in zip(want, net.parameters(), strict=True))
+
+
+def test_a_wrapped_forward_accepts_what_it_did():
+    """A batch's keys are chosen by it: a target that it does not take is not passed."""
+
+    class Named(nn.Module):
+        def forward(self, x, scale=2):
+            return x * scale
+
+    module = Named()
+    before = inspect.signature(module.forward)
+    recomputed(module)
+    assert inspect.signature(module.forward) == before
