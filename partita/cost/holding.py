@@ -67,13 +67,13 @@ def _scatters(program: Program, events: Sequence[Event], found: Holding, *, copi
         end = calls[number + 1][0] if number + 1 < len(calls) else last
         rows = e.nbytes // program.axes[e.axis]
         copy = copies * e.nbytes
-        flying = e.nbytes + (0 if sharded else copy)
-        found.taken[at]["communication"] += flying
-        found.given[end]["communication"] += flying
         several = program.microbatches > 1
         made = rows if sharded or (several and not e.once) else 0
+        flying = e.nbytes + (0 if sharded else copy + made)
+        found.taken[at]["communication"] += flying
+        found.given[end]["communication"] += flying
         whole = 0 if e.once else sum(program.local_bytes(g) for g in e.tensors)
-        counted = e.nbytes + whole + (0 if sharded else copy)
+        counted = flying + whole
         if sharded:
             found.taken[at]["gradients"] += rows
             counted += rows

@@ -70,18 +70,22 @@ def role_occupancy(
     assert pipeline is not None, "only a role has turns"
     stages = dict(zip(pipeline.stages, passes or stage_passes(program, backend), strict=True))
     final = {turn.part: at for at, turn in enumerate(pipeline.turns)}
-    kept = {s.part: s.events for s in program.segments if s.part.endswith("UNSHARD")}
+    calls = {s.part: _ids(s.events) for s in program.segments if s.part}
     alive: dict[tuple[int, int], int] = {}
+    rooms: dict[tuple[str, int], int] = {}  # for messages, from the turn that asks for them
     peak, best, parts, flying, gathered = -1, "", dict[str, int](), 0, 0
     for at, turn in enumerate(pipeline.turns):
         stage, kind = stage_and_kind(turn.part)
         if kind == "UNSHARD":
-            gathered += sum(program.local_bytes(i) for i in _ids(kept[turn.part]))
+            gathered += sum(program.local_bytes(i) for i in calls[turn.part])
+        elif kind.startswith("RECV"):
+            rooms[f"{stage}{kind[-1]}", turn.microbatch] = sum(program.local_bytes(i) for i in calls[turn.part])
         if len(kind) > 1:
             continue
+        rooms.pop((f"{stage}{'F' if kind == 'F' else 'B'}", turn.microbatch), 0)
         one = stages[stage][at == final[turn.part]][kind]
         flying = one.flying or flying
-        others = sum(size for key, size in alive.items() if key != (stage, turn.microbatch))
+        others = sum(rooms.values()) + sum(size for key, size in alive.items() if key != (stage, turn.microbatch))
         now = others + one.peak + gathered + (0 if one.flying else flying)
         if now > peak:
             peak, best = now, _own_path(pipeline, stage, one.at)
@@ -189,15 +193,13 @@ class _Walk:
         elif made:  # gradients that came back, one as large as each value; the weights of the last op need them too
             self.returned = sum(self.program.local_bytes(i) for i in made)
         extra = self.returned
-        peak, best, flying = Pass(extra, 0, 0, {**self.calls, "activations": extra}, ""), -1, 0
+        peak, best = Pass(extra, 0, 0, {**self.calls, "activations": extra}, ""), -1
         for event in self.runs[kind]:
             self._add(self.held.given, -1)
             self._add(self.held.taken, 1)
             if isinstance(event, Compute):
                 for i in event.outs:
                     self._make(self.root[i])
-            elif event.op == "reduce_scatter":
-                flying = event.nbytes
             copies = self.held.while_running.get(self.at, 0)
             now = sum(self.live.values()) + sum(self.calls.values()) + copies + extra
             if now > best:
@@ -211,7 +213,7 @@ class _Walk:
                 self.live.pop(storage, None)
             self._add(self.held.spent, -1)
             self.at += 1
-        self.calls["communication"] = 0  # what is still on its way is counted with the turns that follow
+        flying, self.calls["communication"] = self.calls["communication"], 0  # it is counted with the turns that follow
         last = kind == list(self.runs)[-1]
         left = 0 if last else sum(self.live.values()) + (self.returned if self.split else 0)
         return replace(peak, left=left, flying=flying)

@@ -116,7 +116,10 @@ class Gradients(ABC, Generic[B]):
         self.last, self.silent = last, silent
         for p in self._parameters() if silent else ():
             p.grad = None
-        self.queue[:0] = [_expecting(b) for b in self.buckets if not b.once and b.stage == stage]
+        queued = [_expecting(b) for b in self.buckets if not b.once and b.stage == stage]
+        if queued and stage is not None:  # it had the passes between to arrive, and its room is wanted now
+            self.arrive()
+        self.queue[:0] = queued
 
     def ready(self, parameter: Tensor) -> None:
         """A pass has added to the gradient of a parameter."""

@@ -78,7 +78,7 @@ def play_roles(roles: Sequence[Program], cluster: Cluster, mesh: Mesh) -> Played
     alone = of_kind(first, lambda r: [_played(s, cluster, costs[r]) for s in roles[r].segments])
     seconds: dict[str, dict[int, float]] = {kind: {} for kind in COMPUTES}
     send, back = [0.0] * (schedule.stages - 1), [0.0] * (schedule.stages - 1)
-    once = []
+    once, rounds = [], roles[0].microbatches // schedule.microbatches
     for role, cost, played in zip(roles, costs, alone, strict=True):
         assert role.pipeline is not None, "a role has turns"
         late = 0.0
@@ -91,14 +91,13 @@ def play_roles(roles: Sequence[Program], cluster: Cluster, mesh: Mesh) -> Played
             elif kind.startswith("SEND"):
                 cut, way = (stage, send) if kind == "SEND_F" else (stage - 1, back)
                 way[cut] = plain
-            elif kind == "UNSHARD":  # gathered once a step, before the stage's first pass
-                late += last
+            elif kind == "UNSHARD":  # gathered when a round begins
+                late += rounds * plain
         tail = sum(last for s, (_, last) in zip(role.segments, played, strict=True) if not s.part)
         once.append(late + tail + cost.handling(last=True) - cost.handling(last=False))
     each = {k: [by.get(s, 0.0) for s in range(schedule.stages)] for k, by in seconds.items()}
     durations = Durations(forward=each["F"], input=each["I"], weight=each["W"], backward=each["B"], send=send, send_back=back)
     table = play(schedule, durations)
-    rounds = roles[0].microbatches // schedule.microbatches
     compute = tuple(rounds * busy for busy in table.busy)
     return Played(schedule, table, rounds, max(once), costs, compute)
 
