@@ -44,16 +44,17 @@ def bucketed(program: Program, limit: int, *, flat: bool = False, apart: bool = 
     """
     entries = entries_of(program)
     if apart and program.pipeline is not None:  # a role is written out
-        return _bucketed(program, entries, cut_apart(entries, stages_of(program), limit=limit))
+        return of_buckets(program, entries, cut_apart(entries, stages_of(program), limit=limit))
     buckets = cut_buckets(entries, limit=limit)
     if flat or _spans(program, buckets):  # blocks are small: buckets hold several, and no copy of the body is like the next
         program = unfold(program)
         entries = entries_of(program)
         buckets = cut_buckets(entries, limit=limit)
-    return _bucketed(program, entries, buckets)
+    return of_buckets(program, entries, buckets)
 
 
-def _bucketed(program: Program, entries: Sequence[Entry], buckets: list[list[str]]) -> Bucketed:
+def of_buckets(program: Program, entries: Sequence[Entry], buckets: list[list[str]]) -> Bucketed:
+    """A program with buckets that are known."""
     return Bucketed(program, buckets, {n: size for n, size, _ in entries}, {n: dtype for n, _, dtype in entries})
 
 

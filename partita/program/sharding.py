@@ -17,7 +17,16 @@ from partita.errors import Fault
 from partita.program.data import batch_faults, rewrite_batch, say_loss
 from partita.program.events import WIDTH, Collective, Compute, Event, Kind, Phase, Rows, Split, Tensor
 from partita.program.program import Program
-from partita.program.reduction import afterwards, bucketed, gradients_by_name, has_buckets, launched, launched_in_passes
+from partita.program.reduction import (
+    Bucketed,
+    Call,
+    afterwards,
+    bucketed,
+    gradients_by_name,
+    has_buckets,
+    launched,
+    launched_in_passes,
+)
 
 
 def chunk(rows: int, ranks: int) -> int:
@@ -94,27 +103,38 @@ def say_zero(program: Program, axis: str, size: int, *, name: str, limit: int, e
         said = said.with_notes(f"{name}: nothing is learned, so no gradient is summed over {axis} = {size}")
     apart = every and said.pipeline is not None
     found = bucketed(said, limit, apart=apart)
-    shape = {t.name: found.program.local_shape(t.id) for t in found.program.parameters()}
-    gradient, dtype = gradients_by_name(found.program), {t.name: t.dtype for t in found.program.parameters()}
-    ids = {t.name: t.id for t in found.program.parameters()}
-
-    def scatter(names: Sequence[str]) -> Collective:
-        kind = found.dtypes[names[0]]
-        size_ = sum(padded(shape[n], size) for n in names) * WIDTH[kind]
-        tensors = tuple(gradient[n] for n in names)
-        return Collective(
-            "reduce_scatter", axis, tensors, size_, kind, Phase.BACKWARD, names[-1], overlapped=True, once=not every
-        )
+    dtype, ids = ({t.name: getattr(t, what) for t in found.program.parameters()} for what in ("dtype", "id"))
 
     def gather(names: Sequence[str]) -> Collective:
         kind = dtype[names[0]]
-        size_ = sum(padded(shape[n], size) for n in names) * WIDTH[kind]
-        return Collective("all_gather", axis, tuple(ids[n] for n in names), size_, kind, Phase.OPTIMIZER, names[-1])
+        sent = sum(padded(found.program.local_shape(ids[n]), size) for n in names) * WIDTH[kind]
+        return Collective("all_gather", axis, tuple(ids[n] for n in names), sent, kind, Phase.OPTIMIZER, names[-1])
 
+    scatter = scattering(found, axis, size, once=not every)
     sent = launched_in_passes(found, scatter) if apart else launched(found, scatter)
     said = share_rows(sent, axis, size, parameters=())
     calls = [gather(names) for names in by_dtype(found.buckets, dtype.__getitem__)]
     return say_loss(afterwards(said, calls), axis)
+
+
+def scattering(found: Bucketed, axis: str, size: int, *, once: bool) -> Call:
+    """What sends a bucket and leaves each rank its rows of the sums.
+
+    Args:
+        found: The buckets.
+        axis, size: Over which rows are shared out.
+        once: With the last microbatch only.
+    """
+    shape = {t.name: found.program.local_shape(t.id) for t in found.program.parameters()}
+    gradient = gradients_by_name(found.program)
+
+    def scatter(names: Sequence[str]) -> Collective:
+        kind = found.dtypes[names[0]]
+        sent = sum(padded(shape[n], size) for n in names) * WIDTH[kind]
+        tensors = tuple(gradient[n] for n in names)
+        return Collective("reduce_scatter", axis, tensors, sent, kind, Phase.BACKWARD, names[-1], overlapped=True, once=once)
+
+    return scatter
 
 
 def by_dtype(buckets: Iterable[Sequence[str]], dtype: Callable[[str], object]) -> list[list[str]]:

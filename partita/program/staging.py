@@ -15,8 +15,8 @@ from partita.program.blocks import inside
 from partita.program.data import rewrite_batch, say_loss
 from partita.program.events import WIDTH, Collective, Compute, Event, Phase, Repeat
 from partita.program.program import Program, Turn, before_optimizer, stage_and_kind
-from partita.program.reduction import Bucketed, entries_of, gradients_by_name, launched_in_passes, stages_of
-from partita.program.sharding import padded, share_rows
+from partita.program.reduction import Bucketed, entries_of, gradients_by_name, launched_in_passes, of_buckets, stages_of
+from partita.program.sharding import padded, scattering, share_rows
 from partita.program.units import units_of
 
 BACKWARD = ("B", "I", "W")
@@ -76,37 +76,23 @@ def say_stages(
         program = rewrite_batch(program, a, n, name)
     program = replace(program, axes={**program.axes, axis: size, **({} if replicate is None else {replicate[0]: replicate[1]})})
     groups, tensors = groups_of(program), program.tensors
-    entries = {n: (size_, dtype) for n, size_, dtype in entries_of(program)}
     buckets = [[tensors[i].name for i in g.parameters if i in program.gradients] for g in sent_of(groups)]
-    gathering = _gathering(program, groups, axis, size) if reshard else _unsharding(program, groups, axis, size)
-    sizes, dtypes = ({n: e[k] for n, e in entries.items()} for k in (0, 1))
-    found = Bucketed(gathering, [b for b in buckets if b], sizes, dtypes)  # type: ignore[arg-type]
-    gradient = gradients_by_name(program)
-    shape = {t.name: program.local_shape(t.id) for t in program.parameters()}
-
-    def scatter(names: Sequence[str]) -> Collective:
-        kind = found.dtypes[names[0]]
-        sent = WIDTH[kind] * sum(padded(shape[n], size) for n in names)
-        return Collective(
-            "reduce_scatter", axis, tuple(gradient[n] for n in names), sent, kind, Phase.BACKWARD, names[-1], overlapped=True
-        )
-
-    def again(names: Sequence[str]) -> Collective:
-        """Over a second data axis the rows of the sums are summed, once a step."""
-        assert replicate is not None, "there is a second axis"
-        kind = found.dtypes[names[0]]
-        sent = sum(found.sizes[n] for n in names)
-        return Collective(
-            "all_reduce", replicate[0], tuple(gradient[n] for n in names), sent, kind, Phase.SYNC, names[-1], once=True
-        )
-
-    said = launched_in_passes(found, scatter)
+    gathering = (_gathering if reshard else _unsharding)(program, groups, axis, size)
+    found = of_buckets(gathering, entries_of(program), [b for b in buckets if b])
+    said = launched_in_passes(found, scattering(found, axis, size, once=False))
     if len(axes) > 1:
-        said = before_optimizer(said, tuple(map(again, found.buckets)))
+        said = before_optimizer(said, tuple(_again(found, names, axes[0][0]) for names in found.buckets))
     said = share_rows(said, axis, size, parameters={i for g in groups for i in g.parameters})
     for a, _ in axes:
         said = say_loss(said, a)
     return said
+
+
+def _again(found: Bucketed, names: Sequence[str], axis: str) -> Collective:
+    """Over a second data axis the rows of the sums are summed, once a step."""
+    gradient, sent = gradients_by_name(found.program), sum(found.sizes[n] for n in names)
+    tensors = tuple(gradient[n] for n in names)
+    return Collective("all_reduce", axis, tensors, sent, found.dtypes[names[0]], Phase.SYNC, names[-1], once=True)
 
 
 def _gather(program: Program, group: Group, axis: str, size: int, phase: Phase) -> Collective:
