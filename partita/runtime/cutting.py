@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from partita.errors import Fault
 from partita.program import Kind, Program
 from partita.runtime.net import Net
 from partita.runtime.pipeline import Pipe
@@ -73,15 +72,3 @@ def _staged(
         axis, training = Axis(net, ""), script(subject)
         evaluation = lambda: script(replace(subject, make=lambda: subject.make().eval()))
     return Staged(axis, training, module, evaluation, starts, subject.evaluate, stream)
-
-
-def whole_model(axis: str, size: int) -> Fault:
-    """P116 for a model that is one region and is cut into stages."""
-    return Fault(
-        "P116",
-        "Recompute(policy='full') makes one region of a model that is cut into stages",
-        f"{axis} = {size}",
-        "a region is computed again on one rank, and a stage holds a part of the model",
-        "policy = 'block' or 'selective', which give each block of a stage a region of its own",
-        f"mesh.{axis}",
-    )

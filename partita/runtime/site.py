@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.mesh import Mesh
-from partita.program import Kind, Program
+from partita.program import Program
 from partita.program.buckets import cut_apart, cut_buckets
 from partita.program.compressing import LowRank, Quantized, TopK
 from partita.program.events import WIDTH
@@ -28,6 +28,7 @@ from partita.program.staging import Group, sent_of
 from partita.runtime.batch import Share
 from partita.runtime.batch_norm import GlobalStatistics, norms
 from partita.runtime.cuts import Cut, slice_of, spans_of
+from partita.runtime.cutting import own_stages
 from partita.runtime.fully import Fully
 from partita.runtime.net import Net
 from partita.runtime.offload import Offloaded
@@ -38,11 +39,9 @@ from partita.runtime.relaxed.averaging import Averaging, Late, Meeting, Outer
 from partita.runtime.relaxed.compressed import Largest, Rounded, Thin
 from partita.runtime.relaxed.exchange import Exchange
 from partita.runtime.relaxed.server import Server
-from partita.runtime.replay import Axis, Replay, hear_whole, install
+from partita.runtime.replay import Replay, install
 from partita.runtime.rows import piece_of
 from partita.runtime.scatter import Gathering
-from partita.runtime.stages import Staged, keep_stage, plain_script
-from partita.runtime.steps import Script
 from partita.runtime.stored import Stored
 from partita.runtime.subject import Subject
 from partita.strategy import Pipelined, Place, Strategy, inside, pipeline_of
@@ -329,38 +328,14 @@ class Site:
 
     def cut_stages(self, strategy: Pipelined) -> None:
         """Keep this rank's stages of the module, and run its microbatches in turns with the other ranks of the axis."""
-        axis, size = strategy.axis, self.net.size(strategy.axis)
-        stages, schedule = strategy.stages(self.program, size), strategy.schedule(size)
-        role = strategy.cast(self.program, self.mesh)[self.net.coordinate[axis]]
-        assert role.pipeline is not None, "a pipeline of several ranks gives each a role"
-        staged = self._staged(stages.starts[1:])
-        held = {t.name for t in role.parameters() if t.kind == Kind.PARAMETER}
         self._optimizer = self.subject.optimizer(self.module)  # of the whole: a stage alone may have nothing that learns
-        keep_stage(self.module, held)
+        replay = self._replays[0] if self._replays else None
+        own = own_stages(self.net, self.module, self.subject, self.program, self.samples, strategy, replay, self.stream)
         mine = {id(p) for p in self.module.parameters()}
         for group in self._optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in mine]
-        owners = staged.owners([name for name, _ in self.module.named_buffers()])
-        self.pipe = Pipe(self.net, self.module, staged, schedule, role.pipeline, stages.holders, owners)
-        self._replays = [staged]
-        self.program = role
-
-    def _staged(self, starts: Sequence[str]) -> Staged:
-        """The mode that runs one stage at a time, over the calls of a tensor axis if there is one."""
-        subject, samples = self.subject, self.samples
-
-        def script(of: Subject) -> Script:
-            program, heard = hear_whole(of, samples)
-            return plain_script(heard.calls, {t.id: t.name for t in program.parameters()})
-
-        if self._replays:
-            replay = self._replays[0]
-            axis, training, evaluation = replay.axis, replay.scripts[True], replay.evaluation
-            assert evaluation is not None, "a replay that was installed can write the script of evaluation"
-        else:
-            axis, training = Axis(self.net, ""), script(subject)
-            evaluation = lambda: script(replace(subject, make=lambda: subject.make().eval()))
-        return Staged(axis, training, self.module, evaluation, starts, subject.evaluate, self.stream)
+        self.pipe, self.program = own.pipe, own.role
+        self._replays[:] = [own.pipe.staged]
 
     def recompute(self, modules: Sequence[str], keep: Sequence[str] = ()) -> None:
         """Compute the inside of these modules once more in the backward pass, but for the results of the ops `keep` fits."""
