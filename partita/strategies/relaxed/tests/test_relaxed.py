@@ -13,6 +13,7 @@ from partita.mesh import Mesh
 from partita.plans import load_text
 from partita.program.relaxing import lanes_of
 from partita.program.rounds import rounds_of
+from partita.runtime.checkpoint import read_whole
 from partita.runtime.programs import program_of
 from partita.strategies import (
     DDP,
@@ -25,6 +26,7 @@ from partita.strategies import (
     PowerSGD,
     Quantized,
     SlimDP,
+    TensorParallel,
     TopK,
 )
 from partita.strategy import check, compose
@@ -241,3 +243,22 @@ def test_the_wire_carries_what_is_said(strategy):
     assert run.error["traffic"] == 0
     sent = sum(t.backend_bytes for t in run.predicted.figures.traffic)
     assert run.outcome.wire_bytes_per_rank == pytest.approx(sent, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.law
+@pytest.mark.parametrize("strategy", [SlimDP(q=5), SlimDP(q=5, optimizer_at="server"), TopK(ratio=0.05)])
+def test_copies_over_a_tensor_axis_stay_copies(strategy, tmp_path):
+    """What is chosen and drawn of parameters that all tensor ranks hold is the same on them, bit by bit."""
+    small = Workload("gpt", GPT(layers=2, hidden=32, heads=4, vocab=256, sequence=16), batch=8)
+    mesh = Mesh.of({"dp": 2, "tp": 2})
+    run = pt.train(pt.Plan(small, "here", 4, mesh, [TensorParallel(), strategy]), steps=8, out=tmp_path)
+    assert run.error["traffic"] == 0
+    kept, _ = read_whole(tmp_path)
+    mine = [name for name in kept if name.startswith("exchange/0/") and name.endswith("/0")]
+    assert mine
+    for name in mine:
+        for first, second in mesh.groups("tp"):
+            one, two = (kept[name.replace("exchange/0/", f"exchange/{rank}/", 1)] for rank in (first, second))
+            assert torch.equal(one, two), name
