@@ -145,7 +145,7 @@ def smaller(plan: Plan, subject: Subject, program: Program, training: Training) 
         mesh = Mesh(tuple((a, size if a == axis else n) for a, n in plan.mesh.axes))
         try:
             less = Plan(plan.workload, plan.cluster, None, mesh, plan.strategies, plan.accumulate, plan.path)
-            parts = math.prod(mesh.size(a) for a in axes)
+            parts = math.prod(mesh.size(a) for s in plan.strategies for a in s.batch_axes)
             if not divides(samples or 0, parts, training.microbatches) and estimate(less, program).figures.fits:
                 return less
         except Refused:  # the strategy, the batch or the cluster does not allow this size

@@ -136,7 +136,7 @@ def strategies_are_in_order(parts: Parts) -> list[Fault]:
 
 def batch_divides(parts: Parts) -> list[Fault]:
     work = parts.workload
-    data = parts.size(parts.placed(Place.DATA))
+    data = parts.size(axis for s in parts.strategies for axis in s.batch_axes)
     if work is None:
         return []
     rounds = microbatches(parts.strategies, 1)

@@ -5,7 +5,8 @@
 
 Reverse registration order, the order in which backward makes gradients. A bucket closes at the end of a block once it holds
 `FLOOR` bytes, or anywhere once it holds its limit; it has one dtype. Blocks of at least `FLOOR` bytes so give the same
-buckets each, which is what lets a folded Program say them once.
+buckets each, which is what lets a folded Program say them once: what is left at a block's end and is less than that goes
+with the bucket before it.
 """
 
 import re
@@ -37,13 +38,17 @@ def cut_buckets(parameters: Iterable[Entry], *, limit: int = LIMIT, floor: int =
         floor: Bytes from which on a bucket closes at the end of a block.
     """
     buckets: list[list[str]] = []
-    size, before = 0, None
+    size, before = 0, None  # of this bucket: bytes, and block and dtype of its last name
+    last = None  # block and dtype of the last name before it
     for name, nbytes, dtype in reversed(list(parameters)):
         here = (block_of(name), dtype)
         ended = before is not None and (here[1] != before[1] or size >= limit or (here[0] != before[0] and size >= floor))
+        if not ended and before is not None and here[0] != before[0] and last == before:
+            buckets[-2:] = [[*buckets[-2], *buckets[-1]]]
+            ended = True
         if before is None or ended:
             buckets.append([])
-            size = 0
+            size, last = 0, before
         buckets[-1].append(name)
         size += nbytes
         before = here

@@ -176,11 +176,13 @@ def loose_norms(program: Program, modules: Container[str], axis: str, who: str) 
     return [mixing_fault(axis, who, module, LOOSE, NORM) for module in loose]
 
 
-def module_faults(name: str, modules: Sequence[str]) -> list[Fault]:
-    """P112 unless a data strategy is of the whole model."""
+WHOLE = "data parallelism is of the whole model: every gradient is summed"
+
+
+def module_faults(name: str, modules: Sequence[str], law: str = WHOLE) -> list[Fault]:
+    """P112 unless a strategy is of the whole model."""
     if tuple(modules) == ("*",):
         return []
-    law = "data parallelism is of the whole model: every gradient is summed"
     cure = "modules = ['*'], or no such key"
     return [Fault("P112", f"{name} cannot be of some modules: modules = {list(modules)!r}", str(modules), law, cure, "modules")]
 

@@ -14,12 +14,13 @@ class Move:
 
     Args:
         event: Index among `program.events()`; it happens just before that event (their number: at the end).
-        op: all_reduce | all_gather | reduce_scatter | all_to_all.
+        op: all_reduce | all_gather | reduce_scatter | all_to_all; of a product in blocks broadcast | send | receive.
         tensor: What is moved; for `inner` statistics the input they are statistics of.
         nbytes: The large side, on this rank under the axes rewritten before.
         inner: A small exchange inside an op that runs along a split dim (softmax, batch norm).
         keeps: For `inner`: the dims of `tensor` the statistics have; None means the tensor itself moves.
         values: For `inner`: numbers per position.
+        axis: Another axis than that of the derivation.
     """
 
     event: int
@@ -32,6 +33,7 @@ class Move:
     inner: bool = False
     keeps: tuple[int, ...] | None = None
     values: int = 1
+    axis: str = ""
 
 
 @dataclass(slots=True)
@@ -42,11 +44,13 @@ class Taken:
         label: The label (and which of its atoms) the op runs split under; None: not split.
         partial: Positions of Partial inputs that travelled through unrepaired; empty if none did.
         moved: (tensor, layouts it had, layout needed), in `Split | Partial | None` form.
+        product: A product in blocks, by its form: "ab" | "abt" | "atb" | "lookup".
     """
 
     label: Label | None = None
     partial: tuple[int, ...] = ()
     moved: list[tuple[int, frozenset[Split | Partial | None], Split | Partial | None]] = field(default_factory=list)
+    product: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,9 @@ class Derivation:
         layouts: Tensors that are not replicated along the axis.
         moves: In the order they happen.
         labels: Per event of `program.events()`.
+        across: A second axis, along which tensors of products in blocks are split too; "" if there is none.
+        ranks: Of it.
+        blocks: Their layouts along it.
     """
 
     axis: str
@@ -65,3 +72,6 @@ class Derivation:
     layouts: Mapping[int, Split | Partial]
     moves: tuple[Move, ...]
     labels: tuple[Taken, ...]
+    across: str = ""
+    ranks: int = 1
+    blocks: Mapping[int, Split] = field(default_factory=dict)

@@ -237,11 +237,14 @@ class Program:
 
 def before_optimizer(program: Program, events: tuple[Event, ...]) -> Program:
     """The program with `events` after everything else that happens before the optimizer."""
-    if not events:
-        return program
+    return with_segments(program, (Repeat(1, events),)) if events else program
+
+
+def with_segments(program: Program, segments: tuple[Repeat, ...]) -> Program:
+    """The program with `segments` after everything else that happens before the optimizer."""
     steps = [any(e.phase == Phase.OPTIMIZER for e in s.events) for s in program.segments]
     at = steps.index(True) if True in steps else len(steps)
-    return replace(program, segments=(*program.segments[:at], Repeat(1, events), *program.segments[at:]))
+    return replace(program, segments=(*program.segments[:at], *segments, *program.segments[at:]))
 
 
 def insert(program: Program, after: Mapping[int, list[Event]]) -> Program:

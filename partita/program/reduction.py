@@ -4,14 +4,15 @@ backward    ... grad 7  grad 6 | grad 5  grad 4 | ...
 axis                           └ bucket 0 ──────┘└ bucket 1 ...        after the op that makes its last gradient
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from partita.program.buckets import Entry, cut_apart, cut_buckets
-from partita.program.events import WIDTH, Collective, Compute, Event, Phase, Repeat
+from partita.program.events import WIDTH, Collective, Compute, Event, Phase, Repeat, Split
 from partita.program.fold import unfold
-from partita.program.program import Program, before_optimizer, insert, stage_and_kind
+from partita.program.program import Program, before_optimizer, insert, stage_and_kind, with_segments
 
 Call = Callable[[Sequence[str]], Collective]  # the collective of a bucket, from the names of its parameters
 
@@ -113,6 +114,21 @@ def stages_of(program: Program) -> dict[str, tuple[int, ...]]:
 def late(found: Bucketed, call: Call) -> Program:
     """The program with the buckets' calls after backward."""
     return before_optimizer(found.program, tuple(map(call, found.buckets)))
+
+
+def sum_late(program: Program, axis: str) -> Program:
+    """The program with the gradients of what is not cut along a data axis summed over it, one by one, after backward."""
+    counts = {s.block: s.count for s in program.segments if s.block}
+    calls: list[tuple[str, Collective]] = []
+    for t in program.parameters():
+        if t.id in program.gradients and not isinstance(t.layouts.get(axis), Split):
+            g = program.gradients[t.id]
+            size, dtype = program.local_bytes(g), program.tensors[g].dtype
+            block = next((b for b in counts if t.name.startswith(f"{b}.")), "")
+            calls.append((block, Collective("all_reduce", axis, (g,), size, dtype, Phase.SYNC, t.name, once=True)))
+    groups = itertools.groupby(calls, key=lambda c: c[0])
+    late = tuple(Repeat(counts.get(block, 1), tuple(call for _, call in group), block) for block, group in groups)
+    return with_segments(program, late)
 
 
 def afterwards(program: Program, calls: Sequence[Collective]) -> Program:

@@ -6,20 +6,16 @@ import math
 from dataclasses import replace
 
 from partita.program.derivation import Derivation, Move, Taken
-from partita.program.events import WIDTH, Collective, Compute, Event, Phase, Repeat, Split
+from partita.program.events import WIDTH, Collective, Compute, Event, Phase, Repeat, Split, Tensor
 from partita.program.program import Program
 
 
 def rewrite(program: Program, derivation: Derivation) -> Program:
     """The program of one rank once the derivation holds: layouts set, flop divided, collectives inserted."""
-    axis, size = derivation.axis, derivation.size
-    tensors = tuple(
-        replace(t, layouts={**t.layouts, axis: derivation.layouts[t.id]}) if t.id in derivation.layouts else t
-        for t in program.tensors
-    )
-    after = replace(program, tensors=tensors, axes={**program.axes, axis: size})
+    axis, after = derivation.axis, placed(program, derivation)
     moves: dict[int, list[Move]] = collections.defaultdict(list)
-    for m in derivation.moves:
+    spoken = [m for m in derivation.moves if after.axes[m.axis or axis] > 1]
+    for m in spoken:
         moves[m.event].append(m)
     count = itertools.count()
     segments: list[Repeat] = []
@@ -28,7 +24,7 @@ def rewrite(program: Program, derivation: Derivation) -> Program:
         events: list[Event] = []
         if not synced and any(e.phase == Phase.OPTIMIZER for e in segment.events):
             synced = True
-            segments += _late(program, [m for m in derivation.moves if m.phase == Phase.SYNC], axis)
+            segments += _late(program, [m for m in spoken if m.phase == Phase.SYNC], axis)
         for event in segment.events:
             n = next(count)
             events += [_collective(m, axis) for m in moves.pop(n, ()) if m.phase != Phase.SYNC]
@@ -37,6 +33,20 @@ def rewrite(program: Program, derivation: Derivation) -> Program:
     ends = [m for found in moves.values() for m in found if not (synced and m.phase == Phase.SYNC)]
     segments += _late(program, ends, axis)
     return replace(after, segments=tuple(segments))
+
+
+def placed(program: Program, derivation: Derivation) -> Program:
+    """The program with the layouts of a derivation set, and its events as they were."""
+    layouts, blocks = derivation.layouts, derivation.blocks
+
+    def place(t: Tensor) -> Tensor:
+        along = {derivation.axis: layouts[t.id]} if t.id in layouts else {}
+        across = {derivation.across: blocks[t.id]} if t.id in blocks else {}
+        return replace(t, layouts={**t.layouts, **along, **across}) if along or across else t
+
+    across = {derivation.across: derivation.ranks} if derivation.across else {}
+    axes = {**across, **program.axes, derivation.axis: derivation.size}
+    return replace(program, tensors=tuple(map(place, program.tensors)), axes=axes)
 
 
 def _late(program: Program, moves: list[Move], axis: str) -> list[Repeat]:
@@ -52,7 +62,9 @@ def _late(program: Program, moves: list[Move], axis: str) -> list[Repeat]:
 
 def _collective(m: Move, axis: str) -> Collective:
     once = m.phase == Phase.SYNC
-    return Collective(m.op, axis, (m.tensor,), m.nbytes, m.dtype, m.phase, m.module, once=once, keeps=m.keeps, values=m.values)
+    return Collective(
+        m.op, m.axis or axis, (m.tensor,), m.nbytes, m.dtype, m.phase, m.module, once=once, keeps=m.keeps, values=m.values
+    )
 
 
 def _shrunk(before: Program, after: Program, event: Event, taken: Taken) -> Event:

@@ -20,7 +20,7 @@ from partita.program.events import WIDTH, Compute, Kind, Partial, Phase, Split, 
 from partita.program.program import Program
 from partita.program.saying import payload, ranges, rewrite
 
-__all__ = ["Derivation", "Label", "Move", "Taken", "check_divides", "derive", "payload", "ranges", "rewrite"]
+__all__ = ["Derivation", "Label", "Move", "Rule", "Taken", "check_divides", "derive", "payload", "ranges", "rewrite"]
 
 WHOLE, PARTIAL = "R", "P"
 State = str | tuple[int, int]  # inside this file: WHOLE | PARTIAL | (dim, which atom of it)
@@ -57,7 +57,7 @@ def derive(
     Raises:
         Refused: P104, when a dim of the class does not divide.
     """
-    rule = _Rule(program, axis, size, frozenset(atoms), held=held, gradients=gradients, scalars=scalars)
+    rule = Rule(program, axis, size, frozenset(atoms), held=held, gradients=gradients, scalars=scalars)
     return rule.best()
 
 
@@ -92,7 +92,7 @@ def _used(program: Program) -> dict[int, int]:
     return {a: math.prod(program.axes[x] for x in axes) for a, axes in found.items()}
 
 
-class _Rule:
+class Rule:
     """The rule at work on one program. `states` is what each tensor is along the axis, by id."""
 
     def __init__(self, program: Program, axis: str, size: int, atoms: frozenset[int], **how: bool) -> None:
@@ -147,7 +147,7 @@ class _Rule:
         self.at, self.taken = 0, Taken()
         for t in self.tensors:
             if t.kind in (Kind.PARAMETER, Kind.INPUT, Kind.OPTIMIZER) and t.id not in self.held and self.spots[t.id]:
-                self.states[t.id] = self.spots[t.id][0]
+                self.states[t.id] = self.start(t)
         left: dict[int, State] = {}
         for n, event in enumerate(self.events):
             self.at, self.taken = n, self.labels[n]
@@ -163,6 +163,10 @@ class _Rule:
         for i, state in left.items():
             self.states[i] = state
         return sum(m.nbytes * (1 + (m.op == "all_reduce")) for m in self.moves)
+
+    def start(self, t: Tensor) -> tuple[int, int]:
+        """Where a tensor that is there from the start is split."""
+        return self.spots[t.id][0]
 
     def settle_loss(self, event: Compute) -> None:
         """The scalar loss ends whole."""

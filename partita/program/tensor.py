@@ -23,8 +23,11 @@ from partita.program.program import Program
 from partita.program.split import Derivation, derive
 
 # Ops that may contract a split dim: their local value is a summand of the whole one, or a kernel makes it so.
-CONTRACT = {"mm", "addmm", "bmm", "baddbmm", "mv", "dot", "sum", "convolution", "embedding", "nll_loss_forward"}
+CONTRACT = {"mean", "mm", "addmm", "bmm", "baddbmm", "mv", "dot", "sum", "convolution", "embedding", "nll_loss_forward"}
 
+
+NORMS = {"native_layer_norm", "_fused_rms_norm"}  # with a kernel that exchanges their statistics
+BLOCKWISE = ("broadcast", "send", "receive")  # calls of a product in blocks
 
 RECOMPUTED = "it is computed again in the backward pass (checkpointing), where calls are not replayed"
 PIECES = {"unbind", "split", "split_with_sizes", "unsafe_split", "chunk"}
@@ -86,7 +89,9 @@ def obstacles(program: Program, derivation: Derivation) -> dict[int, str]:
         where = f"{op} in {move.module or 'the model'!r} would need"
         if move.phase == Phase.BACKWARD and move.tensor in born:
             found.setdefault(born[move.tensor], f"{where} a summand of the forward pass again")
-        elif move.op != "all_reduce" or (move.inner and op != "_log_softmax"):
+        elif move.op in BLOCKWISE:
+            continue
+        elif move.op != "all_reduce" or (move.inner and op.removesuffix("_backward") not in {"_log_softmax", *NORMS}):
             carried = [a for d in program.tensors[move.tensor].dims for a in d if a in derivation.atoms]
             for a in carried or sorted(derivation.atoms):
                 found.setdefault(a, f"{where} {move.op} of {move.nbytes} bytes")
@@ -157,6 +162,8 @@ def _along(readers: dict[int, list[Compute]], logs: set[int], event: Compute, la
         rest = [e for e in readers[event.outs[0]] if e not in saved]
         plain = len(rest) == 1 and rest[0].op == "nll_loss_forward" and len(rest[0].ins) == 2
         return "" if plain else f"{where} is read by more than a plain cross-entropy"
+    if event.op in NORMS and len(sig.inner) == 1:
+        return ""
     if event.op == "nll_loss_forward" and event.ins[0] not in logs:
         return f"{where} picks from something else than a log-softmax"
     return "" if event.op in CONTRACT and label not in sig.inner else f"{where} runs along it"

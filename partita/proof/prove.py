@@ -35,7 +35,7 @@ from partita.runtime.programs import dressed, program_of
 from partita.runtime.subject import Subject
 from partita.runtime.task import subject_of
 from partita.runtime.training import Training
-from partita.strategy import Place, Promise, Strategy, check, compose_roles, microbatches, pipeline_of
+from partita.strategy import Promise, Strategy, check, compose_roles, microbatches, pipeline_of
 from partita.workload import Workload
 
 __all__ = ["STEPS", "Proof", "prove_plan", "prove_subject"]
@@ -117,7 +117,7 @@ def stages_of(strategies: Sequence[Strategy], mesh: Mesh) -> int:
 def data_ranks(strategies: Sequence[Strategy], mesh: Mesh) -> int:
     """Parts the batch is cut into."""
     ranks = 1
-    for axis in (a for s in strategies if s.place == Place.DATA for a in s.axes):
+    for axis in (a for s in strategies for a in s.batch_axes):
         ranks *= mesh.size(axis)
     return ranks
 

@@ -128,7 +128,9 @@ def layer_norm(c: Call) -> Signature:
         return labels(n) if s[n - k :] == shape else labels(n - k) + [()] * k
 
     ins, outs = [cells(v.shape) for v in c.ins], [cells(s) for s in c.shapes]
-    return Signature(ins, outs, inner={f"d{i}": (1, 2, True) for i in range(n - k, n)})
+    kinds, back = 1 if "rms" in c.name else 2, "backward" in c.name  # a mean, and then a variance about it; back, both at once
+    exchanged = (1, kinds, True) if back else (kinds, 1, True)
+    return Signature(ins, outs, inner={f"d{i}": exchanged for i in range(n - k, n)})
 
 
 def group_norm(c: Call) -> Signature:

@@ -8,7 +8,7 @@ from partita.program import Kind, Program
 from partita.runtime.net import Net
 from partita.runtime.pipeline import Pipe
 from partita.runtime.random import Stream
-from partita.runtime.replay import Axis, Replay, hear_whole
+from partita.runtime.replay import Replay, Talk, hear_whole
 from partita.runtime.stages import Staged, keep_stage, plain_script
 from partita.runtime.steps import Script
 from partita.runtime.subject import Subject
@@ -66,9 +66,9 @@ def _staged(
         return plain_script(heard.calls, {t.id: t.name for t in program.parameters()})
 
     if replay is not None:
-        axis, training, evaluation = replay.axis, replay.scripts[True], replay.evaluation
+        talk, training, evaluation = replay.talk, replay.scripts[True], replay.evaluation
         assert evaluation is not None, "a replay that was installed can write the script of evaluation"
     else:
-        axis, training = Axis(net, ""), script(subject)
+        talk, training = Talk(net), script(subject)
         evaluation = lambda: script(replace(subject, make=lambda: subject.make().eval()))
-    return Staged(axis, training, module, evaluation, starts, subject.evaluate, stream)
+    return Staged(talk, training, module, evaluation, starts, subject.evaluate, stream)

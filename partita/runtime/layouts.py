@@ -77,8 +77,12 @@ class Layouts:
         """Shape of this rank's part."""
         if v < 0:
             return ()
-        dim = self.dim(v)
-        return tuple(n // self.ranks if d == dim else n for d, n in enumerate(self.program.tensors[v].shape))
+        shape = list(self.program.tensors[v].shape)
+        if (dim := self.dim(v)) is not None:
+            shape[dim] //= self.ranks
+        if (block := self.derivation.blocks.get(v)) is not None:
+            shape[block.dim] //= self.derivation.ranks
+        return tuple(shape)
 
     def payload(self, v: int) -> tuple[int, str]:
         """Bytes and dtype of a collective that moves a tensor."""

@@ -81,7 +81,7 @@ def _sizes(call: Call, dim: int, rank: int, ranks: int) -> Run:
     if call.func is Tensor.size or call.func is Tensor.__len__:
 
         def one(func: Any, args: Any, kwargs: Any) -> Any:
-            asked = 0 if func is Tensor.__len__ else [*args, *kwargs.values()][1] % rank
+            asked = 0 if call.func is Tensor.__len__ else [*args, *kwargs.values()][1] % rank
             return func(*args, **kwargs) * (ranks if asked == dim else 1)
 
         return one

@@ -40,17 +40,19 @@ class Work:
     """A call under way; `held` is kept until it is done."""
 
     def __init__(self, work: Any, notes: Notes, what: str, held: Tensor | None = None) -> None:
-        self._work, self._notes, self._what, self._held = work, notes, what, held
+        self._works = work if isinstance(work, list) else [work]
+        self._notes, self._what, self._held = notes, what, held
 
     @property
     def done(self) -> bool:
         """Whether it has ended."""
-        return self._work.is_completed()
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
         """Block until it is done (on CUDA: order the current stream behind it)."""
         self._notes.wait(self._what)
-        self._work.wait()
+        for work in reversed(self._works):  # what is received first: by then what was sent has mostly left
+            work.wait()
         self._notes.leave()
 
 
@@ -206,15 +208,22 @@ class Net:
             dist.all_to_all_single(out, send, group=self.group(axis))
         return torch.cat(out.unbind(0), join)
 
-    def broadcast(self, tensor: Tensor, axis: str, *, source: int = 0, label: str = "") -> None:
-        """Give every rank of the axis the tensor of its rank number `source`, in place."""
+    def broadcast(
+        self, tensor: Tensor, axis: str, *, source: int = 0, label: str = "", overlapped: bool = False
+    ) -> Work | None:
+        """Give every rank of the axis the tensor of its rank number `source`, in place; `overlapped` as in `all_reduce`."""
         if self.size(axis) == 1:
-            return
-        with self._call("broadcast", axis, tensor.nbytes, tensor.dtype, label):
+            return None
+        with self._call("broadcast", axis, tensor.nbytes, tensor.dtype, label) as what:
+            if overlapped:
+                assert tensor.is_contiguous(), f"{label}: an overlapped broadcast needs one block of memory"
+                work = dist.broadcast(tensor, group=self.group(axis), group_src=source, async_op=True)
+                return Work(work, self.notes, what, tensor)
             whole = tensor.contiguous()
             dist.broadcast(whole, group=self.group(axis), group_src=source)
         if whole is not tensor:
             tensor.copy_(whole)
+        return None
 
     # ---- one peer
     def send(self, tensor: Tensor, axis: str, peer: int, *, label: str = "") -> Work:
@@ -230,6 +239,27 @@ class Net:
         with self._call("receive", axis, tensor.nbytes, tensor.dtype, label) as what:
             work = dist.irecv(tensor, group=self.group(axis), group_src=peer)
         return Work(work, self.notes, what, tensor)
+
+    def exchange(self, out: Tensor, to: int, into: Tensor, source: int, axis: str, *, label: str = "") -> Work:
+        """Begin to send `out` to coordinate `to` of the axis while `into` is filled from coordinate `source`.
+
+        Both are one block of memory. Begun together: two ranks that each send first and receive later would wait for each
+        other where a message needs its receiver.
+        """
+        assert out.is_contiguous(), f"{label}: what is sent needs one block of memory"
+        assert into.is_contiguous(), f"{label}: what is received needs one block of memory"
+        group = self.group(axis)
+        with (
+            self._call("send", axis, out.nbytes, out.dtype, label) as what,
+            self._call("receive", axis, into.nbytes, into.dtype, label),
+        ):
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, out, group=group, group_peer=to),
+                    dist.P2POp(dist.irecv, into, group=group, group_peer=source),
+                ]
+            )
+        return Work(works, self.notes, what, out)
 
     # ---- all ranks, outside the ledger
     def barrier(self) -> None:

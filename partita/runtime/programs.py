@@ -18,7 +18,7 @@ from partita.program.resize import resized
 from partita.program.text import FORMAT, from_json, to_json
 from partita.workload import GPT, Llama, Workload
 
-VERSION = 6  # of what capture says: raise it when equal workloads get other programs
+VERSION = 7
 SAMPLES = 2  # captured; the batch of size 1 would have no name
 BLOCKS = 3  # a first, a middle and a last one
 

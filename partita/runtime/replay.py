@@ -6,7 +6,7 @@ on a rank        enter x; its own rows; view(b, t, heads / n) its own classes; t
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -18,10 +18,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from partita.errors import Fault, Refused, RunFailed
 from partita.program import Program
-from partita.program.split import Derivation, ranges, rewrite
+from partita.program.grid import Plane as Axes
+from partita.program.grid import derive_grid
+from partita.program.saying import placed
+from partita.program.split import Derivation, ranges
 from partita.program.tensor import derive_tensor
 from partita.runtime.calls import Heard, Listener, at, counts, mark, put, writes
 from partita.runtime.capture import capture, narrowed
+from partita.runtime.cuts import Cut
+from partita.runtime.grid import Plane
+from partita.runtime.merging import merged
 from partita.runtime.net import Net
 from partita.runtime.random import Stream
 from partita.runtime.steps import Edge, Script, Step, not_splittable, write
@@ -32,45 +38,63 @@ from partita.runtime.through import Place, Resumable, Through
 AGAIN = 3  # further rehearsals of a module that keeps something from pass to pass
 
 
-class Axis:
-    """The all_reduce of one mesh axis; silent while a script is tried out."""
+class Talk:
+    """What calls on shards send: all_reduces over axes, and products in blocks on a plane; silent while a script is tried out.
 
-    def __init__(self, net: Net, name: str) -> None:
-        self.net, self.name, self.silent = net, name, False
+    Args:
+        net: The network.
+        axes: Along which the calls are split; none in a module that is whole.
+        plane: Of products in blocks; None if there are none.
+    """
 
-    def reduce(self, tensor: Tensor, how: str = "sum", label: str = "") -> None:
+    def __init__(self, net: Net, axes: Sequence[str] = (), plane: Plane | None = None) -> None:
+        self.net, self.axes, self.plane = net, tuple(axes), plane
+        self._silent = False
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is sent."""
+        return self._silent
+
+    @silent.setter
+    def silent(self, silent: bool) -> None:
+        self._silent = silent
+        if self.plane is not None:
+            self.plane.silent = silent
+
+    def reduce(self, tensor: Tensor, axis: str, how: str = "sum", label: str = "") -> None:
         """All_reduce in place."""
-        if not self.silent:
-            self.net.all_reduce(tensor, self.name, op=how, label=label)
+        if not self._silent:
+            self.net.all_reduce(tensor, axis, op=how, label=label)
 
 
 class Sum(torch.autograd.Function):
     """Makes a Partial value whole; its gradient is whole already."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, label: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, talk: Talk, axis: str, label: str) -> Tensor:
         whole = x.clone(memory_format=torch.contiguous_format)
-        axis.reduce(whole, "sum", label)
+        talk.reduce(whole, axis, "sum", label)
         return whole
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None, None
+        return grads[0], None, None, None
 
 
 class Enter(torch.autograd.Function):
     """Takes a whole value into a split region: its gradient is the sum over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, label: str) -> Tensor:
-        ctx.axis, ctx.label = axis, label
+    def forward(ctx: Any, x: Tensor, talk: Talk, axis: str, label: str) -> Tensor:
+        ctx.talk, ctx.axis, ctx.label = talk, axis, label
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         whole = grads[0].clone(memory_format=torch.contiguous_format)
-        ctx.axis.reduce(whole, "sum", ctx.label)
-        return whole, None, None
+        ctx.talk.reduce(whole, ctx.axis, "sum", ctx.label)
+        return whole, None, None, None
 
 
 class Zero(torch.autograd.Function):
@@ -89,17 +113,17 @@ class Replay(Through, Resumable):
     """The mode; entered around one forward pass and its loss.
 
     Args:
-        axis: The axis its calls talk over.
+        talk: What its calls send.
         script: Of a module in training mode.
         module: Whose mode decides which script is followed.
         evaluation: Writes the script of evaluation, when it is first needed.
     """
 
     def __init__(
-        self, axis: Axis, script: Script, module: nn.Module | None = None, evaluation: Callable[[], Script] | None = None
+        self, talk: Talk, script: Script, module: nn.Module | None = None, evaluation: Callable[[], Script] | None = None
     ) -> None:
         super().__init__()
-        self.axis, self.module, self.evaluation = axis, module, evaluation
+        self.talk, self.module, self.evaluation = talk, module, evaluation
         self.scripts = {True: script}
         self.steps, self.next = script.steps, 0
         self.store: dict[tuple[str, int], Tensor] = {}
@@ -161,18 +185,20 @@ class Replay(Through, Resumable):
                 put(changed, named, edge.path, self.changed(edge, step, at(changed, named, edge.path)))
             args, kwargs = tuple(changed), named
         out = step.run(step.func, args, kwargs) if step.run else step.func(*args, **kwargs)
-        return Sum.apply(out, self.axis, step.module) if step.summed else out
+        for axis in step.summed:
+            out = Sum.apply(out, self.talk, axis, step.module)
+        return out
 
     def changed(self, edge: Edge, step: Step, x: Tensor) -> Tensor:
         """What stands in for an argument."""
-        key = edge.kind, edge.value
+        key = edge.key
         if edge.again:
             return self.store.pop(key) if edge.last else self.store[key]
         if edge.kind == "sum":
             with nullcontext() if step.graded else torch.enable_grad():
-                y = Sum.apply(x, self.axis, step.module)
+                y = Sum.apply(x, self.talk, edge.axis, step.module)
         elif edge.kind == "enter":
-            y = Enter.apply(x, self.axis, step.module)
+            y = Enter.apply(x, self.talk, edge.axis, step.module)
         elif edge.kind == "one":
             y = Zero.apply(x)
         else:
@@ -193,7 +219,7 @@ class _Stood(Place):
     store: dict[tuple[str, int], Tensor]
 
     def passed(self) -> None:
-        read = {(e.kind, e.value) for step in self.steps[self.at : self.replay.next] for e in step.edges if e.again}
+        read = {e.key for step in self.steps[self.at : self.replay.next] for e in step.edges if e.again}
         self.store = {key: value for key, value in self.store.items() if key in read}
 
     def resumed(self) -> AbstractContextManager[None]:
@@ -221,26 +247,29 @@ def _strayed(number: int, step: Step | None, now: str) -> str:
 
 
 # ---------------------------------------------------------------- setting it up
-Placement = tuple[int, tuple[tuple[int, int], ...]]  # dim, and the (start, length) ranges of it that a rank holds
-
-
 @dataclass(frozen=True)
 class Installed:
     """A module that has been cut.
 
     Args:
         replay: To be entered around each forward pass and its loss.
-        late: Parameters whose gradients are to be summed over the axis once a step, after the backward pass, in this order.
+        late: Axis -> parameters whose gradients are to be summed over it once a step, after the backward pass, in this order.
         placements: How each cut parameter is cut, by its name.
     """
 
     replay: Replay
-    late: tuple[str, ...]
-    placements: dict[str, Placement]
+    late: Mapping[str, tuple[str, ...]]
+    placements: dict[str, list[Cut]]
 
 
 def install(
-    module: nn.Module, subject: Subject, samples: int, program: Program, derivation: Derivation, net: Net, stream: Stream | None
+    module: nn.Module,
+    subject: Subject,
+    samples: int,
+    program: Program,
+    derivations: Sequence[Derivation],
+    net: Net,
+    stream: Stream | None,
 ) -> Installed:
     """Cut the module's parameters for this rank and prepare the replay of its calls.
 
@@ -248,34 +277,50 @@ def install(
         module: Whole; its parameters are replaced by this rank's parts.
         subject: What it is trained on; captured once more here, with its calls.
         samples: Of the captured microbatch.
-        program, derivation: What was said: a flat program of the same subject and its split along the axis.
+        program, derivations: What was said: a flat program of the same subject and its split along each axis.
         net: The network.
         stream: Serves dropout; None if the program draws nothing.
 
     Raises:
         Refused: P116, naming every module that cannot run on shards.
     """
-    axis, coordinate = Axis(net, derivation.axis), net.coordinate[derivation.axis]
+    planes = [Plane(net, d.across, d.axis) for d in derivations if d.across]
+    talk = Talk(net, [d.axis for d in derivations], planes[0] if planes else None)
     subject = replace(subject, batches=_kept(subject, max(samples, 2)))
 
     def written(subject: Subject, stream: Stream | None) -> tuple[Captured, Script]:
-        captured = hear(subject, samples, program, derivation)
-        script = write(captured.program, captured.heard, captured.derivation, coordinate, axis.reduce, stream)
+        captured = hear(subject, samples, program, derivations)
+        scripts = [_script(captured, d, talk, stream) for d in captured.derivations]
+        script = scripts[0] if len(scripts) == 1 else merged(scripts, captured.heard, captured.program)
         return captured, replace(script, calls=tuple(captured.heard.calls))
 
     def evaluation() -> Script:
         _, script = written(replace(subject, make=lambda: subject.make().eval()), None)
-        rehearse(Replay(axis, script), subject, spare)
+        rehearse(Replay(talk, script), subject, spare)
         return script
 
     captured, script = written(subject, stream)
-    placements = cut(module, rewrite(captured.program, captured.derivation), derivation.axis, coordinate)
+    split = captured.program
+    for derivation in captured.derivations:
+        split = placed(split, derivation)
+    axes = [axis for axis, size in split.axes.items() if size > 1]
+    placements = cut(module, split, {axis: net.coordinate[axis] for axis in axes})
     spare = twin_of(module).eval()  # the module itself may be one that cannot be copied by the time it is evaluated
-    replay = Replay(axis, script, module, evaluation)
+    replay = Replay(talk, script, module, evaluation)
     rehearse(replay, subject, module)
     if captured.program.dynamic and placements:
         _rehearse_paths(replay, subject, module)
     return Installed(replay, script.late, placements)
+
+
+def _script(captured: "Captured", derivation: Derivation, talk: Talk, stream: Stream | None) -> Script:
+    """What each call becomes along one axis."""
+
+    def reduce(tensor: Tensor, how: str, label: str) -> None:
+        talk.reduce(tensor, derivation.axis, how, label)
+
+    at = talk.net.coordinate.get(derivation.axis, 0)
+    return write(captured.program, captured.heard, derivation, at, reduce, stream, talk.plane)
 
 
 def _kept(subject: Subject, samples: int) -> Callable[[int], dict[str, Any]]:
@@ -286,18 +331,25 @@ def _kept(subject: Subject, samples: int) -> Callable[[int], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Captured:
-    """The calls of a subject, its flat program, and the derivation on it."""
+    """The calls of a subject, its flat program, and the derivations on it, one for each axis."""
 
     program: Program
     heard: Heard
-    derivation: Derivation
+    derivations: tuple[Derivation, ...]
 
 
-def hear(subject: Subject, samples: int, program: Program, derivation: Derivation) -> Captured:
-    """Capture the subject with its calls, and split it as `program` is split by `derivation`."""
+def hear(subject: Subject, samples: int, program: Program, derivations: Sequence[Derivation]) -> Captured:
+    """Capture the subject with its calls, and split it as `program` is split by the derivations."""
     flat, heard = hear_whole(subject, samples)
+    return Captured(flat, heard, tuple(_derived(program, d, flat) for d in derivations))
+
+
+def _derived(program: Program, derivation: Derivation, flat: Program) -> Derivation:
+    """What was derived on a program, on another capture of it."""
     atoms = matched(program, derivation.atoms, flat)
-    return Captured(flat, heard, derive_tensor(flat, derivation.axis, derivation.size, atoms))
+    if not derivation.across:
+        return derive_tensor(flat, derivation.axis, derivation.size, atoms)
+    return derive_grid(flat, Axes(derivation.across, derivation.ranks, derivation.axis, derivation.size), atoms)
 
 
 def hear_whole(subject: Subject, samples: int) -> tuple[Program, Heard]:
@@ -323,17 +375,19 @@ def matched(program: Program, atoms: frozenset[int], other: Program) -> set[int]
     return found
 
 
-def cut(module: nn.Module, split: Program, axis: str, coordinate: int) -> dict[str, Placement]:
-    """Leave of every parameter what this rank holds, ties kept; returns (dim, ranges) of those that were cut."""
-    found: dict[str, Placement] = {}
+def cut(module: nn.Module, split: Program, coordinates: Mapping[str, int]) -> dict[str, list[Cut]]:
+    """Leave of every parameter what the rank at these coordinates holds, ties kept; returns the cuts of those that were cut."""
+    found: dict[str, list[Cut]] = {}
     made: dict[int, nn.Parameter] = {}
     for t in split.parameters():
-        if axis in t.layouts:
-            dim, spans = ranges(split, t.id, axis, coordinate)
+        cuts = [(axis, *ranges(split, t.id, axis, at)) for axis, at in coordinates.items() if axis in t.layouts]
+        if cuts:
             old = module.get_parameter(t.name)
-            part = torch.cat([old.detach().narrow(dim, *span) for span in spans], dim)
+            part = old.detach()
+            for _, dim, spans in cuts:
+                part = torch.cat([part.narrow(dim, *span) for span in spans], dim)
             made[id(old)] = nn.Parameter(part.contiguous().clone(), old.requires_grad)
-            found[t.name] = dim, spans
+            found[t.name] = cuts
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) in made:
@@ -359,7 +413,7 @@ def rehearse(replay: Replay, subject: Subject, module: nn.Module) -> None:
 
 def _rehearsed(replay: Replay, subject: Subject, module: nn.Module, batch: dict[str, Any]) -> None:
     twin, names = twin_of(module), replay.names
-    replay.axis.silent = replay.rehearsing = True
+    replay.talk.silent = replay.rehearsing = True
     replay.names = _names(twin)
     try:
         for _ in range(1 + AGAIN):
@@ -369,7 +423,7 @@ def _rehearsed(replay: Replay, subject: Subject, module: nn.Module, batch: dict[
             if _kept_by(twin) == before:  # nothing it keeps can lead the next pass elsewhere
                 break
     finally:
-        replay.axis.silent = replay.rehearsing = False
+        replay.talk.silent = replay.rehearsing = False
         replay.names = names
 
 
@@ -386,7 +440,7 @@ def _rehearse_paths(replay: Replay, subject: Subject, module: nn.Module) -> None
         except RunFailed as error:
             step = replay.steps[min(replay.next, len(replay.steps) - 1)]
             why = f"on a batch of other numbers, {str(error).splitlines()[0]}"
-            raise Refused(not_splittable(step.module, [why], replay.axis.name)) from error
+            raise Refused(not_splittable(step.module, [why], replay.talk.axes[0])) from error
         except Exception:  # the module may not bear such a batch: its path is then watched as it runs
             continue
 
@@ -415,4 +469,4 @@ def _misfit(replay: Replay, error: Exception) -> Fault:
     why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         why = "what it returns depends on the numbers, which a script of calls cannot follow"
-    return not_splittable(step.module, [f"{step.func.__name__}: {why}"], replay.axis.name)
+    return not_splittable(step.module, [f"{step.func.__name__}: {why}"], replay.talk.axes[0])

@@ -67,7 +67,7 @@ class Reduction:
 
 def data_axes_of(strategies: Sequence[Strategy], mesh: Mesh) -> list[str]:
     """The axes strategies cut the batch over, in the order they do it."""
-    return [a for s in strategies if s.place == Place.DATA for a in s.axes if mesh.size(a) > 1]
+    return [a for s in strategies for a in s.batch_axes if mesh.size(a) > 1]
 
 
 def coordinate_of(net: Net, axes: Sequence[str]) -> tuple[int, int]:
@@ -315,16 +315,25 @@ class Site:
         if self.net.size(axis) > 1:
             self._statistics.append(axis)
 
-    def replay(self, axis: str, derivation: Derivation) -> None:
-        """Cut the parameters and run the module's calls on shards, as derived."""
+    def replay(self, *derivations: Derivation) -> None:
+        """Cut the parameters and run the module's calls on shards, as derived along each axis."""
+        derivations = tuple(d for d in derivations if d.size > 1 or d.across)
+        if not derivations:
+            return
+        done = install(self.module, self.subject, self.samples, self.program, derivations, self.net, self.stream)
+        self._replays.append(done.replay)
+        self.late += done.late.items()
+        for name, cuts in done.placements.items():
+            self.placements.setdefault(name, []).extend(cuts)
+
+    def sum_gradients(self, axis: str) -> None:
+        """Sum the gradients of what is not cut along a data axis over it, one by one, once a step."""
         if self.net.size(axis) == 1:
             return
-        done = install(self.module, self.subject, self.samples, self.program, derivation, self.net, self.stream)
-        self._replays.append(done.replay)
-        if done.late:
-            self.late.append((axis, done.late))
-        for name, (dim, spans) in done.placements.items():
-            self.placements.setdefault(name, []).append((axis, dim, spans))
+        whole = [
+            name for name, _ in self.module.named_parameters() if axis not in {a for a, _, _ in self.placements.get(name, ())}
+        ]
+        self.late.append((axis, tuple(name for name in whole if self.has_gradient(name))))
 
     def cut_stages(self, strategy: Pipelined) -> None:
         """Keep this rank's stages of the module, and run its microbatches in turns with the other ranks of the axis."""
@@ -445,7 +454,7 @@ class Site:
     @property
     def talks(self) -> bool:
         """Whether forward and backward talk over a tensor axis."""
-        return any(replay.axis.name for replay in self._replays)
+        return any(replay.talk.axes for replay in self._replays)
 
     @property
     def mixes(self) -> bool:

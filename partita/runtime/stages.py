@@ -22,7 +22,7 @@ from partita.errors import RunFailed
 from partita.program.stages import under
 from partita.runtime.calls import SIZES, Call, mark, put, writes
 from partita.runtime.random import Stream
-from partita.runtime.replay import Axis, Replay, twin_of
+from partita.runtime.replay import Replay, Talk, twin_of
 from partita.runtime.steps import Script, Step
 from partita.runtime.through import Place
 
@@ -95,7 +95,7 @@ class Cuts:
             graded = call.needs[j] and call.graded
             if not (edges and edges[0].again):
                 found.append((("value", v), graded))
-            found += [((e.kind, e.value), graded) for e in edges if e.again]
+            found += [(e.key, graded) for e in edges if e.again]
         return [(key, graded) for key, graded in found if self.home(key) is not None]
 
     def _crossing(self, cut: int) -> list[tuple[Key, bool]]:
@@ -135,7 +135,7 @@ def _kept(steps: Sequence[Step]) -> dict[Key, int]:
     for n, step in enumerate(steps):
         for edge in step.edges:
             if not edge.again:
-                found.setdefault((edge.kind, edge.value), n)
+                found.setdefault(edge.key, n)
     return found
 
 
@@ -167,7 +167,7 @@ class Staged(Replay):
     """The mode of one rank of a pipeline; entered around one forward pass of one of its stages.
 
     Args:
-        axis, script, module, evaluation: As of `Replay`.
+        talk, script, module, evaluation: As of `Replay`.
         starts: Module paths at which the stages after the first begin.
         evaluate: Runs a module on a batch.
         stream: Serves draws; None if nothing draws.
@@ -175,7 +175,7 @@ class Staged(Replay):
 
     def __init__(
         self,
-        axis: Axis,
+        talk: Talk,
         script: Script,
         module: nn.Module,
         evaluation: Callable[[], Script],
@@ -183,7 +183,7 @@ class Staged(Replay):
         evaluate: Callable[[nn.Module, Any], Any],
         stream: Stream | None,
     ) -> None:
-        super().__init__(axis, script, module, evaluation)
+        super().__init__(talk, script, module, evaluation)
         self.starts, self.evaluate, self.stream = tuple(starts), evaluate, stream
         self.twin = twin_of(module)  # whole, on fake parameters
         self.cuts: dict[bool, Cuts] = {}
@@ -314,7 +314,7 @@ class Staged(Replay):
     def _filler(self, form: Any) -> Any:
         if not isinstance(form, Form):
             return form
-        return mark(torch.zeros((), dtype=form.dtype, device=self.axis.net.device).expand(form.shape))
+        return mark(torch.zeros((), dtype=form.dtype, device=self.talk.net.device).expand(form.shape))
 
     def _given(self, cuts: Cuts, call: Call, step: Step, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments with what was received in the place of stand-ins."""
@@ -343,15 +343,15 @@ class Staged(Replay):
             if ("value", v) in self.wanted:
                 self.sent[("value", v)] = t
         for edge in step.edges:
-            if (edge.kind, edge.value) in self.wanted and not edge.again and not edge.last:
-                self.sent[edge.kind, edge.value] = self.store[edge.kind, edge.value]
+            if edge.key in self.wanted and not edge.again and not edge.last:
+                self.sent[edge.key] = self.store[edge.key]
 
     # ---- rehearsing
     def _rehearse(self, batch: Any) -> Shown:
         """Run all stages once on fake parameters and note what every call returns."""
         shown, training = Shown(), self._training()
-        module, names, silent = self.module, self.names, self.axis.silent
-        self.recording, self.axis.silent = shown, True
+        module, names, silent = self.module, self.names, self.talk.silent
+        self.recording, self.talk.silent = shown, True
         self.module, self.names = self.twin.train(training), {id(p): name for name, p in self.twin.named_parameters()}
         share = next((t.shape[0] for t in tree_leaves(batch) if isinstance(t, Tensor) and t.dim()), 1)
         try:
@@ -363,7 +363,7 @@ class Staged(Replay):
                     with self.stream.step(0, 0, share), self:
                         self.evaluate(self.twin, batch)
         finally:
-            self.recording, self.axis.silent = None, silent
+            self.recording, self.talk.silent = None, silent
             self.module, self.names = module, names
         return shown
 
@@ -382,7 +382,7 @@ class Staged(Replay):
             shown.forms.setdefault(("value", v), Form.of(t))
         for edge in step.edges:
             if not edge.again and not edge.last:
-                shown.forms[edge.kind, edge.value] = Form.of(self.store[edge.kind, edge.value])
+                shown.forms[edge.key] = Form.of(self.store[edge.key])
         return out
 
 
@@ -398,7 +398,7 @@ def plain_script(calls: Sequence[Call], names: Mapping[int, str]) -> Script:
         reads = tuple((path, names[v]) for path, v in zip(call.paths, call.ins, strict=True) if v in names)
         return Step(call.func, call.module, graded=call.graded, reads=reads)
 
-    return Script(tuple(map(step, calls)), (), tuple(calls))
+    return Script(tuple(map(step, calls)), {}, tuple(calls))
 
 
 def keep_stage(module: nn.Module, held: set[str]) -> None:

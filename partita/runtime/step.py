@@ -177,14 +177,14 @@ class Step:
         for b in self.buckets:
             b.finish(idle=idle)
             b.settle()
+        late = [(axis, n) for axis, names in site.late for n in names if n in self.local]  # of this rank's stages
         if idle:
-            self._fill(name for _, names in site.late for name in names)
+            self._fill(name for _, name in late)
         for again in site.reductions[1:]:
             reduce_again(site.net, again.axis, self.local, again.buckets, again.dtype, site.room)
-        for axis, names in site.late:
-            for name in names:
-                assert self.local[name].grad is not None, f"{name} has no gradient to sum over {axis}"
-                reduce_again(site.net, axis, self.local, [[name]], room=site.room)
+        for axis, name in late:
+            assert self.local[name].grad is not None, f"{name} has no gradient to sum over {axis}"
+            reduce_again(site.net, axis, self.local, [[name]], room=site.room)
         if site.pipe is not None:
             self._fill(site.pipe.tied())
             site.pipe.sum_tied({n: p.grad for n, p in self.pieces.items() if p.grad is not None}, site.room)

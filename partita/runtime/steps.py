@@ -12,22 +12,23 @@ A whole *parameter* read in split regions is not entered: its gradient stays a s
 What cannot be run so is refused by module, and the moves of the steps must be those of the derivation.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from partita.errors import Fault, Refused
 from partita.program import Compute, Kind, Partial, Phase, Program, Signature, Split
 from partita.program.split import Derivation, Label, Taken
-from partita.program.tensor import RECOMPUTED, cannot_split, recomputed
+from partita.program.tensor import BLOCKWISE, RECOMPUTED, cannot_split, recomputed
 from partita.runtime.calls import SIZES, Call, Heard, Path, writes
 from partita.runtime.forms import Forms, Reduce
+from partita.runtime.grid import Plane
 from partita.runtime.layouts import ALIKE, ONE, Born, Layouts, made, spot, word
 from partita.runtime.literals import NoRule, Run
 from partita.runtime.random import Part, Stream
 
 # Contractions whose local value is a summand of the whole one.
-SUMMED = {"mm", "addmm", "bmm", "baddbmm", "mv", "dot", "sum", "convolution"}
+SUMMED = {"mean", "mm", "addmm", "bmm", "baddbmm", "mv", "dot", "sum", "convolution"}
 ADDED = {"addmm": 0, "baddbmm": 0, "convolution": 2}  # op -> the input that is added to its product
 SHOWN = 4  # reasons per module in a message
 
@@ -35,7 +36,7 @@ SHOWN = 4  # reasons per module in a message
 class Edge(NamedTuple):
     """A change of the argument at `path`: a new one, or (`again`) the one already made for this value.
 
-    `last`: no later call reads it, so nothing keeps it.
+    `last`: no later call reads it, so nothing keeps it. `axis`: along which.
     """
 
     path: Path
@@ -45,21 +46,29 @@ class Edge(NamedTuple):
     part: Part | None = None
     layout: Split | None = None
     last: bool = False
+    axis: str = ""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What it is known by while calls run."""
+        return f"{self.kind} {self.axis}", self.value
 
 
 class Step(NamedTuple):
     """A call on this rank.
 
-    `summed`: its result is a Partial value, to be made whole at once. `shapes`: of its results, local, as captured. `graded`:
-    gradients were enabled in capture; where they were not, a value may be made whole that is read again where they are.
-    `reads`: where its parameters stand among the arguments, and their names.
+    `summed`: along these axes its result is a Partial value, to be made whole at once. `alone`: its `run` is another call than
+    `func`, or draws. `shapes`: of its results, local, as captured. `graded`: gradients were enabled in capture; where they were
+    not, a value may be made whole that is read again where they are. `reads`: where its parameters stand among the arguments,
+    and their names.
     """
 
     func: Callable[..., Any]
     module: str
     edges: tuple[Edge, ...] = ()
     run: Run | None = None
-    summed: bool = False
+    summed: tuple[str, ...] = ()
+    alone: bool = False
     shapes: tuple[tuple[int, ...], ...] = ()
     graded: bool = True
     reads: tuple[tuple[Path, str], ...] = ()
@@ -67,18 +76,24 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Script:
-    """All steps of a forward pass and loss, and the parameters whose gradients are summed once a step, in order.
+    """All steps of a forward pass and loss, and per axis the parameters whose gradients are summed once a step, in order.
 
     `calls`: what they were captured from, one each.
     """
 
     steps: tuple[Step, ...]
-    late: tuple[str, ...]
+    late: Mapping[str, tuple[str, ...]]
     calls: tuple[Call, ...] = ()
 
 
 def write(
-    program: Program, heard: Heard, derivation: Derivation, coordinate: int, reduce: Reduce, stream: Stream | None = None
+    program: Program,
+    heard: Heard,
+    derivation: Derivation,
+    coordinate: int,
+    reduce: Reduce,
+    stream: Stream | None = None,
+    plane: Plane | None = None,
 ) -> Script:
     """The script of one rank.
 
@@ -89,12 +104,13 @@ def write(
         coordinate: Of this rank on the axis.
         reduce: The axis's all_reduce.
         stream: Serves dropout; None if there is none.
+        plane: Of products in blocks; None if there is none.
 
     Raises:
         Refused: P116, with every module that cannot run on shards.
     """
     layouts = Layouts(program, derivation, coordinate)
-    return _Scribe(layouts, heard, Forms(layouts, reduce, stream)).script()
+    return _Scribe(layouts, heard, Forms(layouts, reduce, stream, plane)).script()
 
 
 @dataclass
@@ -107,17 +123,22 @@ class _Scribe:
     stored: set[tuple[str, int]] = field(default_factory=set)  # changes made so far
     reads: dict[int, set[str]] = field(default_factory=dict)  # whole parameter -> how it is read
     forward: list[tuple[int, str]] = field(default_factory=list)  # what the steps move, in order: (bytes, dtype)
+    within: list[tuple[int, str]] = field(default_factory=list)  # what kernels move backward that capture saw taken apart
 
     def script(self) -> Script:
         self.tensors, self.born, self.same = self.layouts.program.tensors, self.layouts.born, self.layouts.same
         self.early = self._early()
-        steps = _let_go([self._step(call) for call in self.heard.calls])
+        steps = let_go([self._step(call) for call in self.heard.calls])
         self._check_outside()
         self._check_recomputed()
         late = self._check_said()
         if self.bad:
             raise Refused(*_faults(self.bad, self.layouts.derivation.axis))
-        return Script(steps, late)
+        return Script(steps, {self.axis: late} if late else {})
+
+    @property
+    def axis(self) -> str:
+        return self.layouts.derivation.axis
 
     def _refuse(self, module: str, why: str) -> None:
         self.bad.append((module, why))
@@ -149,20 +170,25 @@ class _Scribe:
         self.call = call
         self.made = {o: e for n in call.events if (e := self.layouts.compute(n)) for o in e.outs}
         self.edges = [
-            Edge(path, "sum", v, again=True) for path, v in zip(call.paths, call.ins, strict=True) if v in self.summed
+            Edge(path, "sum", v, again=True, axis=self.axis)
+            for path, v in zip(call.paths, call.ins, strict=True)
+            if v in self.summed
         ]
         self.after = self._made_early()
-        for n in call.events:
+        covered = self.forms.covers(call)
+        for n in () if covered else call.events:
             if event := self.layouts.compute(n):
                 self._event(event, self.layouts.taken(n))
         self._check_writes()
-        self._verify()
+        if not covered:
+            self._verify()
         if not self.layouts.coordinate:
             self.edges = [e for e in self.edges if e.kind != ONE]
         run = None
         try:
             run = self.forms.form(call)
             self.forward += self.forms.moved
+            self.within += self.forms.moved if covered else []  # and as much again backward
         except NoRule as error:
             self._refuse(call.module, str(error))
         if self.after:
@@ -170,7 +196,8 @@ class _Scribe:
         shapes = tuple(self.layouts.local(v) for v in call.outs)
         parameters = [(p, self.tensors[v]) for p, v in zip(call.paths, call.ins, strict=True) if v >= 0]
         reads = tuple((p, t.name) for p, t in parameters if t.kind == Kind.PARAMETER)
-        return Step(call.func, call.module, tuple(self.edges), run, self.after, shapes, call.graded, reads)
+        summed, alone = (self.axis,) if self.after else (), run is not None and self.forms.alone
+        return Step(call.func, call.module, tuple(self.edges), run, summed, alone, shapes, call.graded, reads)
 
     def _made_early(self) -> bool:
         views = {self.same[v] for v in self.call.ins if v >= 0}
@@ -199,6 +226,8 @@ class _Scribe:
                 self._move(event, v, have, need)
         if sig is None or sig.creates:
             return
+        if taken.product:
+            return  # its factors are blocks, and it moves what it needs of them itself
         if taken.partial:
             self._travelled(event, sig, taken)
         elif taken.label is not None:
@@ -283,7 +312,7 @@ class _Scribe:
             self.forward.append(self.layouts.payload(v))
         self.stored.add((kind, v))
         part = self.layouts.part(v, need) if need is not None else None
-        self.edges.append(Edge(path, kind, v, again, part, need))
+        self.edges.append(Edge(path, kind, v, again, part, need, axis=self.axis))
 
     def _read(self, v: int, how: str) -> None:
         root = self.same[v] if v >= 0 else -1
@@ -317,7 +346,9 @@ class _Scribe:
             if j in sig.unread or 0 in self.tensors[v].shape:
                 continue
             now = state.get(v)
-            if taken.partial and not before:
+            if taken.product:
+                fits = now == self.born.get(v)
+            elif taken.partial and not before:
                 fits = isinstance(now, Partial) if j in taken.partial else now == (ONE if sig.linear == "add" else None)
             elif taken.partial:
                 fits = now is None
@@ -354,6 +385,8 @@ class _Scribe:
         said: dict[Phase, list[tuple[int, str]]] = {p: [] for p in Phase}
         late = []
         for m in self.layouts.derivation.moves:
+            if m.axis or m.op in BLOCKWISE or (m.inner and m.phase == Phase.BACKWARD):
+                continue  # what kernels send by themselves; gradients that another axis sums
             said[m.phase].append((m.nbytes, m.dtype))
             late += [m.module] if m.phase == Phase.SYNC else []
             if m.op != "all_reduce":
@@ -362,7 +395,7 @@ class _Scribe:
             name = self.tensors[w].name
             if w in self.layouts.program.gradients and (("split" in how) != (name in late) or len(how) > 1):
                 self._refuse(name, "this parameter is read both by split and by whole calls")
-        back = sorted(self.layouts.payload(v) for kind, v in self.stored if kind == "enter")
+        back = sorted([*(self.layouts.payload(v) for kind, v in self.stored if kind == "enter"), *self.within])
         for phase, moved, expected in (
             ("forward", self.forward, said[Phase.FORWARD]),
             ("backward", back, sorted(said[Phase.BACKWARD])),
@@ -372,14 +405,14 @@ class _Scribe:
         return tuple(late)
 
 
-def _let_go(steps: list[Step]) -> tuple[Step, ...]:
+def let_go(steps: Iterable[Step]) -> tuple[Step, ...]:
     """The steps with the last use of every change marked: what is kept for longer than that would live to the loss."""
     found, later = [], set()
-    for step in reversed(steps):
+    for step in reversed(list(steps)):
         edges = []
         for edge in reversed(step.edges):
-            edges.append(edge._replace(last=(edge.kind, edge.value) not in later))
-            later.add((edge.kind, edge.value))
+            edges.append(edge._replace(last=edge.key not in later))
+            later.add(edge.key)
         found.append(step._replace(edges=tuple(reversed(edges))))
     return tuple(reversed(found))
 

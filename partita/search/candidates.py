@@ -13,15 +13,21 @@ from partita.strategy import Pipelined, Place, Promise, Strategy
 
 
 def candidates(ranks: int, strategies: Sequence[type[Strategy]]) -> Iterator[tuple[Mesh, tuple[Strategy, ...]]]:
-    """Every mesh and strategies of `ranks` ranks: at most one of each place, axes of 2 or more, in every order."""
+    """Every mesh and strategies of `ranks` ranks: at most one of each place, axes of 2 or more, in every order.
+
+    The axes of one strategy stand together, in the order it names them, and have sizes that suit it.
+    """
     if ranks == 1:
         yield Mesh(), ()
         return
     for chosen in _families(strategies):
         axes = [axis for strategy in chosen for axis in strategy.axes]
-        for sizes in factors(ranks, len(axes)):
-            for order in permutations(zip(axes, sizes, strict=True)):
-                yield Mesh(order), chosen
+        for numbers in factors(ranks, len(axes)):
+            sizes = dict(zip(axes, numbers, strict=True))
+            for order in permutations(strategy.axes for strategy in chosen if strategy.axes):
+                mesh = Mesh(tuple((axis, sizes[axis]) for group in order for axis in group))
+                if all(strategy.suits(mesh) for strategy in chosen):
+                    yield mesh, chosen
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class Layout:
     def data_ranks(self) -> int:
         """Parts the batch is cut into."""
         sizes, ranks = dict(self.axes), 1
-        for axis in (a for s in self.inside if s.place == Place.DATA for a in s.axes):
+        for axis in (a for s in self.inside for a in s.batch_axes):
             ranks *= sizes[axis]
         return ranks
 

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from partita.strategies.relaxed.quantized import Quantized
     from partita.strategies.relaxed.slim_dp import SlimDP
     from partita.strategies.relaxed.top_k import TopK
+    from partita.strategies.tensor.grid import Grid
+    from partita.strategies.tensor.summa import Summa
     from partita.strategies.tensor.tensor_parallel import TensorParallel
+    from partita.strategies.tensor.tesseract import Tesseract
 
 GROUP = "partita.strategies"
 HOUSE = {  # name in a plan -> where the class lives
@@ -58,7 +61,10 @@ HOUSE = {  # name in a plan -> where the class lives
     "quantized": "partita.strategies.relaxed.quantized:Quantized",
     "top_k": "partita.strategies.relaxed.top_k:TopK",
     "slim_dp": "partita.strategies.relaxed.slim_dp:SlimDP",
+    "grid": "partita.strategies.tensor.grid:Grid",
+    "summa": "partita.strategies.tensor.summa:Summa",
     "tensor_parallel": "partita.strategies.tensor.tensor_parallel:TensorParallel",
+    "tesseract": "partita.strategies.tensor.tesseract:Tesseract",
 }
 _CLASSES = {target.partition(":")[2]: target for target in HOUSE.values()}
 
@@ -71,6 +77,7 @@ __all__ = [
     "DualPipeV",
     "GPipe",
     "Garden",
+    "Grid",
     "Interleaved",
     "LocalSGD",
     "LoopedBFS",
@@ -82,7 +89,9 @@ __all__ = [
     "Quantized",
     "Recompute",
     "SlimDP",
+    "Summa",
     "TensorParallel",
+    "Tesseract",
     "TopK",
     "Zero1",
     "Zero2",

@@ -13,6 +13,7 @@ from partita.strategy.composing import (
 )
 from partita.strategy.contract import Case, Place, Promise, Strategy
 from partita.strategy.pipelined import Pipelined
+from partita.strategy.planar import Planar
 from partita.strategy.relaxed import Relaxed
 from partita.strategy.textfile import TextFile
 
@@ -21,6 +22,7 @@ __all__ = [
     "Case",
     "Pipelined",
     "Place",
+    "Planar",
     "Promise",
     "Relaxed",
     "Remembered",

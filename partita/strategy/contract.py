@@ -71,6 +71,11 @@ class Strategy(ABC):
         """Those of its axes that it runs on at one size alone; none unless it says otherwise."""
         return ()
 
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Those of its axes over which the batch is cut, in the order it is cut."""
+        return self.axes if self.place == Place.DATA else ()
+
     def settings(self) -> dict[str, Any]:
         """Its fields as plain data, as a plan file writes them."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -95,6 +100,10 @@ class Strategy(ABC):
     def offers(cls) -> "Sequence[Strategy]":
         """Settings a search tries where there is a choice; its defaults unless it says otherwise."""
         return (cls(),)
+
+    def suits(self, mesh: Mesh) -> bool:
+        """Whether a search should look at it on these axes; any mesh unless it says otherwise."""
+        return True
 
     @classmethod
     @abstractmethod

@@ -20,13 +20,15 @@ def test_every_number_has_a_source_and_a_date(table):
 
 @pytest.mark.published
 @pytest.mark.parametrize(
-    ("device", "key", "value"),  # NVIDIA H100 and A100 data sheets, exact
+    ("device", "key", "value"),  # NVIDIA H100, A100 and Quadro RTX 5000 data sheets, exact
     [
         ("h100", "flop.bfloat16", 989.4e12),
         ("h100", "bandwidth", 3.35e12),
         ("h100", "memory", 80e9),
         ("a100", "flop.bfloat16", 312e12),
         ("a100", "bandwidth", 2.039e12),
+        ("rtx5000", "flop.float32", 11.2e12),
+        ("rtx5000", "bandwidth", 448e9),
     ],
 )
 def test_data_sheets(device, key, value):
@@ -34,7 +36,7 @@ def test_data_sheets(device, key, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "nodes", "per_node"), [("8x8-h100", 8, 8), ("2048x8-h100", 2048, 8), ("16x4-a100", 16, 4), ("1x2-cpu", 1, 2)]
+    ("name", "nodes", "per_node"), [("8x8-h100", 8, 8), ("2048x8-h100", 2048, 8), ("16x4-rtx5000", 16, 4), ("1x2-cpu", 1, 2)]
 )
 def test_a_name_says_nodes_and_devices(name, nodes, per_node):
     cluster = cluster_of(name)

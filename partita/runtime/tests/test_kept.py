@@ -117,7 +117,7 @@ def both(subject):
     program = capture(subject, SAMPLES)
     derivation, _ = TensorParallel()._derive(program, 2)
     stream, whole, module = Stream(1, rows(program)), subject.make(), subject.make()
-    installed = install(module, subject, SAMPLES, program, derivation, Lone(), stream)
+    installed = install(module, subject, SAMPLES, program, [derivation], Lone(), stream)
     found = []
     for one, modes in ((whole, ()), (module, (installed.replay,))):
         with stream.step(0, 0, SAMPLES):
@@ -147,7 +147,7 @@ def test_every_change_is_let_go_by_the_end(make):
     subject = make()
     program = capture(subject, SAMPLES)
     derivation, _ = TensorParallel()._derive(program, 2)
-    replay = install(subject.make(), subject, SAMPLES, program, derivation, Lone(), Stream(1, rows(program))).replay
+    replay = install(subject.make(), subject, SAMPLES, program, [derivation], Lone(), Stream(1, rows(program))).replay
     uses = [(e.kind, e.value) for step in replay.steps for e in step.edges]
     last = [(e.kind, e.value) for step in replay.steps for e in step.edges if e.last]
     assert uses

@@ -333,7 +333,7 @@ PARTS = {  # subject, parameters that are cut
     "learned-scale": (lambda: body(Scaled), 6),
     "no-grad-inside": (lambda: body(Gated), 6),
     "custom-pointwise": (lambda: body(Custom), 6),
-    "mean-along-it": (lambda: body(Centred), 3),
+    "mean-along-it": (lambda: body(Centred), 6),
     "frozen-block": (lambda: body(Feed, Frozen, Feed), 12),
     "low-rank-adapter": (lambda: body(Adapted, Adapted), 9),
     "one-key-head": (lambda: body(OneKey, OneKey), 9),
@@ -375,7 +375,7 @@ def error(mine, whole, placements):
     assert mine.keys() == whole.keys()
     for name, w in whole.items():
         if name in placements:
-            dim, spans = placements[name]
+            ((_, dim, spans),) = placements[name]
             w = torch.cat([w.narrow(dim, *span) for span in spans], dim)
         worst = max(worst, ((mine[name] - w).abs().max() / w.abs().max().clamp_min(0.01 * top)).item())
     return worst
@@ -394,13 +394,13 @@ def rank_work(net, make_subject, strategy=None):
     whole = trained(subject, stream)
     module = subject.make()
     with Wide():
-        installed = install(module, subject, SAMPLES, program, derivation, net, stream)
+        installed = install(module, subject, SAMPLES, program, [derivation], net, stream)
     replay, placements = installed.replay, installed.placements
     samples = SAMPLES // net.mesh.size("dp")
     first = samples * net.coordinate.get("dp", 0)
 
     def after(module):
-        for name in installed.late:
+        for name in installed.late.get("tp", ()):
             net.all_reduce(module.get_parameter(name).grad, "tp")
         with net.quiet():
             for p in module.parameters():
@@ -481,7 +481,7 @@ def other_work(net, make_subject):
     derivation, _ = TensorParallel()._derive(program, 2)
     stream = Stream(1, rows(program))
     whole, mine = subject.make(), subject.make()
-    installed = install(mine, subject, SAMPLES, program, derivation, net, stream)
+    installed = install(mine, subject, SAMPLES, program, [derivation], net, stream)
 
     def apart(batch, first=0, *, backward=False):
         values = []
@@ -527,7 +527,7 @@ def refusal(subject):
     program = capture(subject, SAMPLES)
     derivation, _ = TensorParallel()._derive(program, 2)
     with pytest.raises(Refused) as caught:
-        install(subject.make(), subject, SAMPLES, program, derivation, Alone(), None)
+        install(subject.make(), subject, SAMPLES, program, [derivation], Alone(), None)
     return str(caught.value)
 
 
@@ -585,7 +585,7 @@ def fickle_work(net, make_subject):
     program = capture(subject, SAMPLES)
     derivation, _ = TensorParallel()._derive(program, 2)
     module = subject.make()
-    installed = install(module, subject, SAMPLES, program, derivation, net, None)
+    installed = install(module, subject, SAMPLES, program, [derivation], net, None)
     said = ""
     for _ in range(12):
         try:

@@ -20,7 +20,8 @@ from partita.errors import Fault, refuse
 from partita.mesh import Mesh
 from partita.program import Kind, Phase, Program, Split
 from partita.program.split import Derivation, rewrite
-from partita.program.tensor import RECOMPUTED, cannot_split, derive_tensor, obstacles, recomputed, single_heads
+from partita.program.tensor import RECOMPUTED, cannot_split, derive_tensor, recomputed, single_heads
+from partita.program.whole import settled
 from partita.strategy import Case, Place, Promise, Strategy
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class TensorParallel(Strategy):
         size = site.mesh.size(self.axis)
         if size > 1:
             refuse(self._taken(site.program))
-            site.replay(self.axis, self._derive(site.program, size)[0])
+            site.replay(self._derive(site.program, size)[0])
 
     @classmethod
     def cases(cls) -> Sequence[Case]:
@@ -106,13 +107,8 @@ class TensorParallel(Strategy):
         if odd:
             notes.append(f"{self.name}: the vocabulary stays whole: {odd[0]} classes do not divide over {self.axis} = {size}")
         atoms |= set() if odd else vocabulary
-        while True:
-            derivation = derive_tensor(program, self.axis, size, atoms)
-            stuck = obstacles(program, derivation)
-            if not atoms or not stuck:
-                break
-            notes += [f"{self.name}: {_name(program, a)} stays whole: {why}" for a, why in stuck.items()]
-            atoms -= set(stuck)
+        derivation, atoms, whole = settled(program, atoms, lambda a: derive_tensor(program, self.axis, size, a), self.name)
+        notes += whole
         if atoms and single_heads(program):
             notes.append(f"{self.name}: attention with one head stays whole")
         if not atoms:
@@ -167,13 +163,6 @@ class TensorParallel(Strategy):
                     if head in atoms and group in program.classes.get("group", ()):
                         found.add(program.atoms[head] * program.atoms[group])
         return found
-
-
-def _name(program: Program, atom: int) -> str:
-    """A dim by name, and a parameter that has it."""
-    name = next((n for n in (*CLASSES, "vocab") if atom in program.classes.get(n, ())), "a dim")
-    owner = next((t.name for t in program.parameters() if any(atom in d for d in t.dims)), "")
-    return f"{name} of {owner or 'the model'!r}"
 
 
 def _list(numbers: Sequence[int], word: str) -> str:
