@@ -14,6 +14,7 @@ bytes / (W f).
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from math import ceil, exp, log, log2, prod
 
 from partita.cluster import Cluster, Curve, Product
@@ -85,6 +86,7 @@ FREE = ("drop", "(write)")  # bookkeeping of the program: no op runs
 READS_ROWS = ("embedding", "index", "gather", "index_select")  # read as much of their table as they write
 
 
+@cache
 def class_of(op: str) -> str:
     """The class an op belongs to; "elementwise" if nothing else fits."""
     name = op.strip("_")

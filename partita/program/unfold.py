@@ -36,6 +36,7 @@ class _Unfolding:
         self.tensors: list[Tensor] = list(program.tensors)
         for k in range(1, self.count):
             self.tensors += [self._copied(program.tensors[i], k) for i in own]
+        self.ends = {i: i if phase == Phase.BACKWARD else self.copy[-1][i] for i, phase in self.made.items()}
         # copy 0 of the body's backward reads the copy before it, not the last block
         self.tensors = [replace(t, root=self._root(t)) if t.id in self.copy[0] else t for t in self.tensors]
 
@@ -116,10 +117,9 @@ class _Unfolding:
 
         A gather in backward is asked for by the block above, the last one, and so is of the last copy's parameters.
         """
-        last = self.copy[-1]
         if isinstance(event, Collective) and event.op == "all_gather" and event.phase == Phase.BACKWARD:
-            return last
-        return {i: i if phase == Phase.BACKWARD else last[i] for i, phase in self.made.items()}
+            return self.copy[-1]
+        return self.ends
 
 
 def _joined(segments: list[Repeat]) -> tuple[Repeat, ...]:

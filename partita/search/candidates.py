@@ -66,16 +66,19 @@ def layouts(ranks: int, strategies: Sequence[type[Strategy]]) -> Iterator[Layout
         for chosen in _families(strategies):
             axes = [axis for strategy in reversed(chosen) for axis in strategy.axes]
             for sizes in factors(ranks // depth, len(axes)):
-                yield Layout(depth, chosen, tuple(zip(axes, sizes, strict=True)))
+                mesh = Mesh(tuple(zip(axes, sizes, strict=True)))
+                if all(strategy.suits(mesh) for strategy in chosen):
+                    yield Layout(depth, chosen, mesh.axes)
 
 
 def _families(strategies: Sequence[type[Strategy]]) -> Iterator[tuple[Strategy, ...]]:
-    """At most one of each place, innermost first, as places are; pipelines apart."""
+    """At most one of each place, innermost first, as places are, those of few axes first; pipelines apart."""
     # whether to train by another algorithm is the user's to choose
     strategies = [cls for cls in strategies if cls.place != Place.PIPELINE and cls.promise != Promise.RELAXED]
     places = sorted({cls.place for cls in strategies})
-    for combination in product(*([None, *(cls for cls in strategies if cls.place == place)] for place in places)):
-        yield tuple(cls() for cls in combination if cls is not None)
+    options = [[None, *(cls for cls in strategies if cls.place == place)] for place in places]
+    families = [tuple(cls() for cls in combination if cls is not None) for combination in product(*options)]
+    return iter(sorted(families, key=lambda chosen: sum(len(s.axes) for s in chosen)))
 
 
 def factors(n: int, parts: int) -> Iterator[tuple[int, ...]]:

@@ -1,10 +1,11 @@
 """Judges a candidate: is it legal, what are its figures; what plans have in common is said once."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from math import prod
+from dataclasses import dataclass, field, replace
+from math import inf, prod
 
 from partita.cluster import Cluster
+from partita.cost.figures import Figures
 from partita.cost.memory import Occupancy, occupancy
 from partita.errors import Fault, Refused
 from partita.mesh import Mesh
@@ -13,11 +14,13 @@ from partita.program.events import Kind
 from partita.program.program import Program
 from partita.search.candidates import family_of
 from partita.search.choices import Candidate
+from partita.search.floors import Floors
 from partita.simulate import predict
 from partita.strategy import Place, Remembered, Strategy, check, compose_roles
-from partita.units import format_bytes
+from partita.units import format_bytes, format_time
 from partita.workload import Workload
 
+UNASKED = Occupancy(0, "", dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "other"), 0), {})
 WHOLE = 0.9  # of the weights: who holds so much of them shares nothing out over a data axis
 
 
@@ -42,10 +45,12 @@ class Judge:
     known: dict[object, tuple[Strategy, ...]] = field(default_factory=dict)
     rewrite: Remembered = field(default_factory=Remembered)
     heavy: dict[tuple[type, ...], float] = field(default_factory=dict)  # strategies -> weights that alone do not fit
-    last: tuple[object, tuple[Program, ...], Occupancy | None] | None = None
+    floors: Floors = field(default_factory=Floors)
+    last: tuple[object, tuple[Program, ...]] | None = None
+    occupied: dict[object, Occupancy] = field(default_factory=dict)  # strategies and axes, in any order -> what a rank holds
 
-    def judge(self, mesh: Mesh, chosen: tuple[Strategy, ...]) -> Candidate | str:
-        """The plan, its figures and its family, or why it cannot be."""
+    def judge(self, mesh: Mesh, chosen: tuple[Strategy, ...], at_most: float = inf) -> Candidate | str:
+        """The plan, its figures and its family, or why it cannot be; one slower than `at_most` is asked for no more."""
         self.looked += 1
         kinds, weights = tuple(map(type, chosen)), self.weights(mesh, chosen)
         if weights >= self.heavy.get(kinds, float("inf")):
@@ -57,8 +62,12 @@ class Judge:
             return _reason(list(refused.faults))
         if isinstance(said, str):
             return said
-        roles, held = said
-        figures = predict(roles, self.cluster, mesh, self.workload, held)
+        figures = predict(said, self.cluster, mesh, self.workload, UNASKED)
+        self.floors.learn(mesh, chosen, figures)
+        if figures.step_seconds > at_most:
+            return f"{format_time(figures.step_seconds)} a step, where {format_time(at_most)} would be worth a look"
+        if said[0].pipeline is None:
+            figures = self._with_memory(figures, said[0], (chosen, tuple(sorted(mesh.axes))))
         static = sum(figures.memory[name] for name in ("parameters", "gradients", "optimizer"))
         if static > self.room and static >= WHOLE * weights:
             self.heavy[kinds] = min(weights, self.heavy.get(kinds, weights))
@@ -69,18 +78,23 @@ class Judge:
         whole = weights_of(self.program(self.workload.accumulate))
         return whole / prod(mesh.size(axis) for s in chosen if s.place != Place.DATA for axis in s.axes)
 
-    def _said(self, plan: Plan) -> tuple[tuple[Program, ...], Occupancy | None] | str:
-        """The roles of a plan and, where there is one, what it holds; neither knows the order of the axes."""
+    def _with_memory(self, figures: Figures, program: Program, alike: object) -> Figures:
+        if alike not in self.occupied:
+            self.occupied[alike] = occupancy(program, self.cluster.backend, self.cluster.kernel)
+        held = self.occupied[alike]
+        fits = held.peak <= self.cluster.room(prod(program.axes.values()))
+        return replace(figures, memory=dict(held.parts), peak=held.peak, peak_at=held.at, fits=fits)
+
+    def _said(self, plan: Plan) -> tuple[Program, ...] | str:
+        """The roles of a plan, which do not know the order of the axes."""
         mesh = Mesh(tuple(sorted(plan.mesh.axes)))
         alike = plan.strategies, mesh
         if self.last is None or self.last[0] != alike:
             program = self.program(plan.microbatches)
             if faults := check(program, plan.strategies, mesh, rewrite=self.rewrite):
                 return _reason(faults)
-            roles = compose_roles(program, plan.strategies, mesh, alike=True, rewrite=self.rewrite)
-            one = occupancy(roles[0], self.cluster.backend, self.cluster.kernel) if roles[0].pipeline is None else None
-            self.last = alike, roles, one
-        return self.last[1:]
+            self.last = alike, compose_roles(program, plan.strategies, mesh, alike=True, rewrite=self.rewrite)
+        return self.last[1]
 
     def lighter(self, plain: Candidate) -> list[Candidate]:
         """A plan with all that saves memory and, if that fits, with less of it."""

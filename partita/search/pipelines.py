@@ -1,6 +1,7 @@
 """Which pipelines are tried: a layout first with the schedule that keeps least, then the best layout with every schedule.
 
-    bound      compute divided evenly / (1 - bubble), with F, I and W alike      no layout behind the best plan is looked at
+    bound      compute divided evenly / (1 - bubble), with F, I and W alike; and the floor of its axes inside (`floors.py`)
+               no layout behind the best plan is looked at
     then       the best layout with every other schedule, and the best of those with other numbers of microbatches
 
 So a search among hundreds of pipelines looks at tens of them. What is not looked at is told with its bound.
@@ -47,7 +48,7 @@ class Pipelines:
         """Judge what could be the best."""
         first = [(layout, own) for layout in layouts if (own := self._first(layout))]
         seen = 0
-        for layout, own in sorted(first, key=lambda one: self._bound(one[1], one[0].depth)):
+        for layout, own in sorted(first, key=lambda one: self._floor(*one)):
             if reason := self._hopeless(layout, own, seen):
                 self._lost(family_of(*layout.with_pipeline(own)), reason)
             else:
@@ -58,7 +59,7 @@ class Pipelines:
 
     def _hopeless(self, layout: Layout, own: Pipelined, seen: int) -> str:
         """Why a layout is not looked at; "" if it is."""
-        bound = self._bound(own, layout.depth)
+        bound = self._floor(layout, own)
         waits = f"{100 * bubble(own, layout.depth):.3g} % of the time is waited"
         if bound >= self.best:
             return f"at least {100 * (bound / self.best - 1):.3g} % slower: {waits}"
@@ -118,6 +119,9 @@ class Pipelines:
         return [own for own in kind.parted(microbatches) if not own.laws(depth)]
 
     # ---- bounds
+    def _floor(self, layout: Layout, own: Pipelined) -> float:
+        return max(self._bound(own, layout.depth), self.judge.floors.of_stages(layout))
+
     def _bound(self, own: Pipelined, depth: int) -> float:
         return self.ideal / (1 - bubble(own, depth))
 

@@ -29,6 +29,8 @@ from partita.simulate import costs_of, run_clock
 from partita.strategy import Pipelined, Place, Strategy
 from partita.workload import Workload
 
+WORTH = 1.1  # times the fastest so far: of slower plans no memory is asked
+
 
 def search(
     program: Program | Callable[[int], Program],
@@ -64,12 +66,17 @@ def search(
     large: list[Candidate] = []
     rejected: list[Rejected] = []
     split = [cls for cls in strategies if cls not in savers]
+    fastest = float("inf")
     for mesh, chosen in candidates(ranks, split):
-        judged = judge.judge(mesh, chosen)
+        floor = judge.floors.of(mesh, chosen)
+        slow = f"at least {100 * (floor / fastest - 1):.3g} % slower than the best" if floor > fastest else ""
+        judged = slow or judge.judge(mesh, chosen, WORTH * fastest)
         if isinstance(judged, str):
             rejected.append(Rejected(family_of(mesh, chosen), judged))
-        else:
-            (found if judged[1].peak <= room else large).append(judged)
+            continue
+        (found if judged[1].peak <= room else large).append(judged)
+        if minimise == "time" and judged[1].peak <= room:
+            fastest = min(fastest, judged[1].step_seconds)
     bound = lower_bound(of(workload.accumulate), cluster, ranks)
     kinds = [cls for cls in split if issubclass(cls, Pipelined)]
     if kinds and not isinstance(program, Program):
