@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from partita import plans, search
-from partita.cluster import Cluster, cluster_of, probe_path
+from partita.cluster import Cluster, Where, cluster_of, probe_path
 from partita.cost.figures import Figures
 from partita.errors import Fault, refuse
 from partita.pages.json import figures_json
@@ -78,7 +78,7 @@ def estimate(plan: Plan, program: Program | None = None) -> Estimate:
         program = program_of(replace(workload, accumulate=plan.microbatches), cache_folder())
     refuse(check(program, plan.strategies, plan.mesh))
     roles = compose_roles(program, plan.strategies, plan.mesh, alike=True)
-    cluster = cluster_at(plan.cluster)
+    cluster = cluster_at(plan.cluster, plan.mesh.ranks)
     return Estimate(plan, roles, cluster, predict(roles, cluster, plan.mesh, workload or Workload("python")))
 
 
@@ -99,7 +99,7 @@ def with_workload(plan: Plan) -> Workload:
 def plan(
     workload: Workload | str,
     *,
-    on: str = "here",
+    on: Where = "here",
     ranks: int | None = None,
     memory: float | None = None,
     minimise: str = "time",
@@ -114,7 +114,7 @@ def plan(
         minimise: "time", "memory" or "traffic".
     """
     task = plans.read_workload(workload) if isinstance(workload, str) else plans.complete(workload)
-    cluster = cluster_at(on)
+    cluster = cluster_at(on, ranks)
     kinds = list(GARDEN.values())
 
     def parted(microbatches: int) -> Program:
@@ -123,9 +123,9 @@ def plan(
     return search.search(parted, cluster, ranks or cluster.devices, task, kinds, minimise=minimise, memory=memory)
 
 
-def cluster_at(name: str) -> Cluster:
-    """A cluster by name; `here` is read from this machine's probe file, if there is one."""
-    return cluster_of(name, folder=Path.cwd(), probe_dir=cache_folder())
+def cluster_at(name: Where, ranks: int | None = None) -> Cluster:
+    """A cluster by name, for so many ranks; this machine is read from its probe file, if there is one."""
+    return cluster_of(name, folder=Path.cwd(), probe_dir=cache_folder(), ranks=ranks)
 
 
 def probed() -> bool:

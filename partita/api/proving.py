@@ -41,4 +41,4 @@ def prove(  # noqa: PLR0913 - the contract's keywords
         return prove_plan(plan, ranks=ranks)
     subject = subject_from(model, batches, loss, optimizer, forward)
     pair = (float(clip), 2.0) if isinstance(clip, int | float) else clip
-    return prove_subject(subject, plan.strategies, plan.mesh, Training(steps, plan.microbatches, pair))
+    return prove_subject(subject, plan.strategies, plan.mesh, Training(steps, plan.microbatches, pair), cluster=plan.cluster)

@@ -117,7 +117,7 @@ def run_on(
     now = training
     while True:
         try:
-            outcome = run(plan.mesh, subject, plan.strategies, program, now, progress=progress)
+            outcome = run(plan.mesh, subject, plan.strategies, program, now, progress=progress, cluster=plan.cluster)
         except RankLost as lost:
             if len(done) == policy.restarts:
                 raise _enough(lost, done) from lost

@@ -16,11 +16,12 @@ from partita.api.planning import plan as search_plans
 from partita.api.probing import probe
 from partita.api.restarting import Policy, Ran, Restart, policy_faults, run_on
 from partita.api.run import Run
-from partita.cluster import cores
+from partita.cluster import Testbed, Where, cores
 from partita.errors import Fault, RankLost, Refused, RunFailed, refuse
 from partita.pages.json import dumps
 from partita.plans import Plan
 from partita.program import Program
+from partita.runtime import testbed
 from partita.runtime.batch import Feed, divides
 from partita.runtime.capture import capture
 from partita.runtime.checkpoint import steps as steps_of
@@ -118,8 +119,9 @@ def train(  # noqa: PLR0913 - the contract's keywords
     policy = Policy(restarts, shrink, _sayer(progress))
     beginning = _started(start, source)
     refuse([*steps_left(source, training.steps), *folder_faults(folder, source), *policy_faults(policy)])
-    if plan.cluster == "here" and not dry_run and not probed() and ranks_from_environment() is None:
-        probe(quick=True)
+    if not dry_run:
+        refuse(testbed.faults(plan.cluster))
+        _measured(plan.cluster)
     program, subject = _captured(plan, subject, training, own=own)
     predicted = estimate(plan, program)
     refuse(_room(predicted))
@@ -155,7 +157,8 @@ def _told(ran: Ran, subject: Subject, predicted: Estimate, program: Program, fol
     outcome = ran.outcome
     text = _sample(ran.plan, subject, outcome) if not own and not outcome.interrupted else None
     said = predicted if ran.plan.mesh == predicted.plan.mesh else estimate(ran.plan, program)
-    notes = (*said.figures.notes, *(str(restart) for restart in ran.restarts))
+    how = [note for note in (testbed.note(ran.plan.cluster), outcome.note) if note]
+    notes = (*said.figures.notes, *how, *(str(restart) for restart in ran.restarts))
     done = Run(ran.plan, said, outcome, outcome.figures(), folder, text, notes, ran.before, ran.restarts)
     if folder is not None and done.speaks:
         try:
@@ -172,10 +175,15 @@ def _told(ran: Ran, subject: Subject, predicted: Estimate, program: Program, fol
 
 
 # ---- what is trained
+def _measured(cluster: Where) -> None:
+    """This machine, measured if it has not been and the plan runs on it."""
+    if (cluster == "here" or isinstance(cluster, Testbed)) and not probed() and ranks_from_environment() is None:
+        probe(quick=True)
+
+
 def main_plan(workload: Workload = MAIN) -> Plan:
     """The small GPT, split as is best on this machine."""
-    if not probed() and ranks_from_environment() is None:
-        probe(quick=True)
+    _measured("here")
     counts = [n for n in (1, 2, 4) if n <= min(cores(), MOST_RANKS)]
     found = [search_plans(workload, on="here", ranks=n).plans[0] for n in counts]
     return min(found, key=lambda choice: choice.figures.step_seconds).plan

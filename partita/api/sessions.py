@@ -10,6 +10,7 @@ from partita.errors import Fault, Refused
 from partita.plans import Plan
 from partita.runtime.launch import ranks_from_environment
 from partita.runtime.net import Net
+from partita.runtime.outcome import switch_of
 from partita.runtime.ranks import joined, run_ranks
 from partita.runtime.session import Session
 
@@ -44,7 +45,7 @@ def spawn(plan: Plan, story: Story, *, batch_norm: str | None = None, forward: t
                 Fault("P102", "the story returned what is no plain data", str(error), law, cure, "spawn(story=)")
             ) from None
 
-    return run_ranks(plan.mesh, work)
+    return run_ranks(plan.mesh, work, cluster=plan.cluster, switch=switch_of(plan.strategies))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 from partita.cluster import catalogue, cluster_of
 from partita.errors import CODES, Fault, Refused
-from partita.plans import Plan, named
+from partita.plans import Plan, cluster_table, named
 from partita.strategies import GARDEN
 from partita.strategy import Strategy
 from partita.workload import MODELS
@@ -18,7 +18,7 @@ def names() -> list[str]:
     """Every name `show` knows."""
     kinds = catalogue("clusters")
     clusters = [name if name == "cpu" else f"8x8-{name}" for name in kinds]
-    return [*MODELS, *named(), *GARDEN, "here", *clusters, *catalogue("devices"), *catalogue("links"), *CODES]
+    return [*MODELS, *named(), *GARDEN, "here", "testbed", *clusters, *catalogue("devices"), *catalogue("links"), *CODES]
 
 
 def everything() -> dict[str, Any]:
@@ -32,7 +32,7 @@ def everything() -> dict[str, Any]:
         "models": [{"name": name, "what": _first(model)} for name, model in MODELS.items()],
         "sizes": [{"name": name, "model": entry.kind, **entry.values} for name, entry in named().items()],
         "strategies": strategies,
-        "clusters": ["here", *(name if name == "cpu" else f"NxM-{name}" for name in kinds)],
+        "clusters": ["here", "testbed", *(name if name == "cpu" else f"NxM-{name}" for name in kinds)],
         "devices": list(catalogue("devices")),
         "links": list(catalogue("links")),
     }
@@ -66,7 +66,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     return {
         "plan_hash": plan.hash,
         "workload": plan.workload.table() if plan.workload else {},
-        "cluster": {"name": plan.cluster, "ranks": plan.ranks},
+        "cluster": {**cluster_table(plan.cluster), "ranks": plan.ranks},
         "mesh": dict(plan.mesh.axes),
         "ranks": [{"rank": r, **plan.mesh.coordinate(r)} for r in corners] if plan.mesh.axes else [],
         "strategies": [{"name": s.name, "promise": s.promise.value, **s.settings()} for s in plan.strategies],

@@ -4,6 +4,8 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from partita.cluster.testbed import Where
+
 
 @dataclass(frozen=True, slots=True)
 class Number:
@@ -98,17 +100,20 @@ class Cluster:
         backend: "gloo" or "nccl".
         numbers: Dotted key -> number: device.*, links.node.*, links.network.*, band.*, interference.*, oversubscription.
         shared: The ranks of a node share its cores and its memory.
+        open_ended: Any number of ranks is legal.
+        cores: Of a node, where they are not as many as its devices.
         measured: A probe's tables; they override formulas.
         notes: What a reader should know.
     """
 
-    name: str
+    name: Where
     nodes: int
     per_node: int
     backend: str
     numbers: Mapping[str, Number]
     shared: bool = False
-    open_ended: bool = False  # any number of ranks is legal
+    open_ended: bool = False
+    cores: float | None = None
     measured: Measured = field(default_factory=Measured)
     notes: tuple[str, ...] = ()
 

@@ -20,6 +20,7 @@ from math import ceil, log2
 
 from partita.cluster import Cluster, Curve, Link
 from partita.mesh import Mesh
+from partita.program.switched import BLOCK, OPS, PACKET, WINDOW, blocks_in, packets_of, words_of
 
 SEGMENT = 1 << 20  # bytes of a segment of gloo's ring; counted on its sockets at 2, 3 and 4 ranks, 16 B to 64 MiB, torch 2.13
 FRAME = (
@@ -69,7 +70,9 @@ def algorithmic(op: str, size: float, ranks: int) -> float:
     """Bytes a rank must send at least, in the bandwidth-optimal form of `op`; what is received is the sender's."""
     if op in MESSAGES:
         return size if op == "send" else 0.0
-    return size * (ranks - 1) / ranks * (2 if op == "all_reduce" else 1)
+    if op == "switch_reduce":
+        return size
+    return size * (ranks - 1) / ranks * (2 if op in ("all_reduce", "block_reduce") else 1)
 
 
 def backend_bytes(backend: str, op: str, size: int, ranks: int, width: int = 4) -> float:
@@ -89,6 +92,8 @@ def backend_bytes(backend: str, op: str, size: int, ranks: int, width: int = 4) 
         return 0.0
     if backend != "gloo":
         return algorithmic(op, size, ranks)
+    if op in OPS:
+        return _switched_bytes(op, size // width, ranks, width)
     if op in MESSAGES:
         sent, messages = algorithmic(op, size, ranks), 1 if op == "send" else 0
     elif op in ("all_reduce", "reduce_scatter"):
@@ -97,6 +102,14 @@ def backend_bytes(backend: str, op: str, size: int, ranks: int, width: int = 4) 
         steps = {"all_gather": 2 * (ranks - 1), "all_to_all": ranks - 1, "broadcast": (ranks - 1) / ranks}
         sent, messages = algorithmic(op, size, ranks), steps[op]
     return sent + messages * FRAME
+
+
+def _switched_bytes(op: str, count: int, ranks: int, width: int) -> float:
+    """Of a sum in block floating point: packets through a switch, or the ring's bytes for as many whole numbers."""
+    if op == "switch_reduce":
+        return packets_of(count, width) * PACKET
+    blocks = blocks_in(count)
+    return sum(backend_bytes("gloo", "all_reduce", 4 * n, ranks) for n in (blocks, words_of(width) * blocks * BLOCK))
 
 
 def ring_segments(size: int, ranks: int, width: int) -> int:
@@ -149,7 +162,7 @@ def route_of(axis: str, mesh: Mesh, cluster: Cluster) -> Route:
 
 def crowding(ranks: int, cluster: Cluster) -> float:
     """Ranks per core of a node, at least 1; 1 where each rank has its own device."""
-    return max(1.0, -(-ranks // cluster.nodes) / cluster.per_node) if cluster.shared else 1.0
+    return max(1.0, -(-ranks // cluster.nodes) / (cluster.cores or cluster.per_node)) if cluster.shared else 1.0
 
 
 # ---- time
@@ -172,17 +185,30 @@ def charge(op: str, size: float, route: Route, cluster: Cluster) -> Charge:
     if measured is not None:
         return Charge(measured, "measured", cluster.measured.source)
     link = route.slowest
-    algorithms = _gloo(op, size, route) if cluster.backend == "gloo" else _nccl(op, size, route)
+    algorithms = _gloo(op, size, route, cluster) if cluster.backend == "gloo" else _nccl(op, size, route)
     algorithm = min(algorithms, key=lambda name: algorithms[name])
-    return Charge((link.start + algorithms[algorithm]) * route.crowd, algorithm, link.source)
+    return Charge(link.start * route.crowd + algorithms[algorithm], algorithm, link.source)
 
 
-def _gloo(op: str, size: float, route: Route) -> dict[str, float]:
+def _gloo(op: str, size: float, route: Route, cluster: Cluster) -> dict[str, float]:
+    """Crowded ranks take longer over each step and, inside a node, over each byte: what waits for a cable needs no core."""
+    if op == "switch_reduce":
+        return {"switch": _through_a_switch(size, route, cluster)}
     sent = backend_bytes("gloo", op, int(size), route.size)
-    steps = (route.size - 1) * (2 if op in ("all_reduce", "reduce_scatter") else 1)
+    latency, bandwidth = route.slowest.latency * route.crowd, route.bandwidth / (1 if route.outer else route.crowd)
+    steps = (route.size - 1) * (2 if op in ("all_reduce", "reduce_scatter", "block_reduce") else 1)
     if op == "send":
-        return {"message": route.slowest.latency + sent / route.bandwidth}
-    return {"ring": steps * route.slowest.latency + sent / route.bandwidth}
+        return {"message": latency + sent / bandwidth}
+    return {"ring": steps * latency + sent / bandwidth}
+
+
+def _through_a_switch(size: float, route: Route, cluster: Cluster) -> float:
+    """Two round trips, exponents and words, and what takes longest: the link, the window, or the ranks' handling of packets."""
+    link, trip = route.slowest, 2 * route.slowest.latency * route.crowd
+    packets = packets_of(int(size) // 4, 4)
+    handled = cluster.numbers.get("switch.packet")
+    each = handled.value * route.crowd if handled else 0.0
+    return 2 * trip + packets * max(PACKET / link.bandwidth, trip / WINDOW, each)
 
 
 def _nccl(op: str, size: float, route: Route) -> dict[str, float]:

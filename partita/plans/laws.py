@@ -4,8 +4,10 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from partita.cluster import Testbed, Where
 from partita.errors import Fault
 from partita.plans.numbers import divisors, listed, multiples
+from partita.program.switched import PORTS
 from partita.strategy import Place, Strategy, microbatches
 from partita.workload import GPT, Llama, Workload
 
@@ -22,7 +24,7 @@ class Parts:
     """
 
     workload: Workload | None
-    cluster: str
+    cluster: Where
     devices: int | None
     ranks: int
     mesh: tuple[tuple[str, int], ...]
@@ -163,6 +165,42 @@ def batch_divides(parts: Parts) -> list[Fault]:
     ]
 
 
+def switch_is_there(parts: Parts) -> list[Fault]:
+    """A switch is a part of this machine: of its loopback, or of a testbed."""
+    if parts.cluster == "here" or isinstance(parts.cluster, Testbed) or parts.devices is None:
+        return []
+    law = "a switch that adds up is one of this machine's: on its loopback, or in a testbed"
+    return [
+        Fault(
+            "P115",
+            f"no switch adds up on {parts.cluster!r}",
+            have=f"{s.name} over {s.switch[0]}: reduce = {s.switch[1]!r}",
+            law=law,
+            cure='cluster.name = "testbed" or "here"; or a strategy that needs no switch, such as ddp',
+            at=f"strategy.{s.name}.reduce",
+        )
+        for s in parts.strategies
+        if s.switch
+    ]
+
+
+def switch_has_bits(parts: Parts) -> list[Fault]:
+    """A slot of a switch has a bit for each rank."""
+    law = "a slot of the switch has a bit for each rank"
+    return [
+        Fault(
+            "P112",
+            f"{axis} = {size} is too many for a switch",
+            f"{axis} = {size}",
+            law,
+            f"{axis} = {PORTS} or less",
+            f"mesh.{axis}",
+        )
+        for axis in (s.switch[0] for s in parts.strategies if s.switch)
+        if (size := parts.size([axis])) > PORTS
+    ]
+
+
 def sizes_divide(parts: Parts) -> list[Fault]:
     """Whole heads, and equal parts of the MLP and the vocabulary, on every rank of a tensor axis.
 
@@ -208,5 +246,7 @@ LAWS: tuple[tuple[tuple[str, ...], Callable[[Parts], list[Fault]]], ...] = (
     (("strategy",), axes_are_used_once),
     ((), strategies_are_in_order),
     (("mesh", "strategy", "workload.batch", "workload.accumulate"), batch_divides),
+    (("cluster.name", "strategy"), switch_is_there),
+    (("mesh", "strategy"), switch_has_bits),
     (("mesh", *_WORK), sizes_divide),
 )

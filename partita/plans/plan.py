@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from partita.cluster import cluster_of
+from partita.cluster import Testbed, Where, cluster_of
 from partita.errors import Fault, Refused, refuse
 from partita.mesh import Mesh
 from partita.plans.fields import kind_of
@@ -27,7 +27,7 @@ class Plan:
 
     Args:
         workload: What is trained; None where Python passes the model to the verb.
-        cluster: Catalogue name, absolute path of a cluster file, or "here".
+        cluster: Catalogue name, absolute path of a cluster file, "here", or a testbed.
         ranks: How many ranks; None means as many as the mesh has.
         mesh: Axis -> size, outermost (slowest link) first.
         strategies: Innermost first.
@@ -43,7 +43,7 @@ class Plan:
     """
 
     workload: Workload | None
-    cluster: str
+    cluster: Where
     ranks: int
     mesh: Mesh
     strategies: tuple[Strategy, ...]
@@ -53,7 +53,7 @@ class Plan:
     def __init__(
         self,
         workload: Workload | None = None,
-        cluster: str = "here",
+        cluster: Where = "here",
         ranks: int | None = None,
         mesh: Mesh | Mapping[str, int] | None = None,
         strategies: Sequence[Strategy] = (),
@@ -68,7 +68,7 @@ class Plan:
             workload = workload if accumulate is None else replace(workload, accumulate=accumulate)
         values = {
             "workload": workload,
-            "cluster": str((Path.cwd() / cluster).resolve()) if is_path(cluster) else cluster,
+            "cluster": absolute_cluster(cluster, Path.cwd()),
             "ranks": Mesh(pairs).ranks if ranks is None else ranks,
             "mesh": Mesh(pairs),
             "strategies": tuple(strategies),
@@ -99,7 +99,7 @@ class Plan:
         """16 hex digits that two plans share exactly when they say the same, however they are spelt."""
         said = {
             "workload": self.workload.table() if self.workload else {"accumulate": self.accumulate},
-            "cluster": [self.cluster, self.ranks],
+            "cluster": [cluster_table(self.cluster) if isinstance(self.cluster, Testbed) else self.cluster, self.ranks],
             "mesh": self.mesh.axes,
             "strategies": [[s.name, s.settings()] for s in self.strategies],
         }
@@ -123,21 +123,34 @@ class Plan:
             if own["model"].startswith("hf:"):
                 own["model"] = f"hf:{_shown(own['model'][3:], folder)}"
             table["workload"] = own
-        name = _shown(self.cluster, folder) if is_path(self.cluster) else self.cluster
-        table["cluster"] = {"name": name, "ranks": self.ranks}
+        table["cluster"] = {**cluster_table(self.cluster, folder), "ranks": self.ranks}
         table["mesh"] = dict(self.mesh.axes)
         table["strategy"] = [{"name": s.name, **s.settings()} for s in self.strategies]
         return toml(table)
 
 
-def is_path(cluster: str) -> bool:
+def is_path(cluster: Where) -> bool:
     """Whether a cluster's name is the path of a file."""
-    return cluster.endswith(".toml") or os.sep in cluster
+    return isinstance(cluster, str) and (cluster.endswith(".toml") or os.sep in cluster)
 
 
-def devices_of(cluster: str, folder: Path) -> tuple[int | None, list[Fault]]:
-    """Devices of a cluster; None on `here`, where any number of ranks is legal."""
-    if cluster == "here":
+def absolute_cluster(cluster: Where, folder: Path) -> Where:
+    """A cluster as a plan holds it: paths absolute, a testbed with its settings."""
+    if cluster == Testbed.name:
+        return Testbed()
+    return str((folder / cluster).resolve()) if isinstance(cluster, str) and is_path(cluster) else cluster
+
+
+def cluster_table(cluster: Where, folder: Path | None = None) -> dict[str, Any]:
+    """What a plan file says of a cluster, but for its ranks."""
+    if isinstance(cluster, Testbed):
+        return {"name": cluster.name, **cluster.table()}
+    return {"name": _shown(cluster, folder) if is_path(cluster) else cluster}
+
+
+def devices_of(cluster: Where, folder: Path) -> tuple[int | None, list[Fault]]:
+    """Devices of a cluster; None on this machine, where any number of ranks is legal."""
+    if cluster == "here" or isinstance(cluster, Testbed):
         return None, []
     try:
         return cluster_of(cluster, folder=folder).devices, []

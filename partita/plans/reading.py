@@ -8,13 +8,15 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from partita.cluster import Testbed, Where
+from partita.cluster.testbed import KEYS
 from partita.errors import Fault, Refused, refuse
 from partita.mesh import Mesh
 from partita.plans.catalogue import named
 from partita.plans.fields import COUNT, kind_of, nearest, read, unknown_keys
 from partita.plans.laws import Parts, plan_faults
 from partita.plans.overriding import override
-from partita.plans.plan import FORMAT, Plan, devices_of, is_path, size_faults
+from partita.plans.plan import FORMAT, Plan, absolute_cluster, devices_of, is_path, size_faults
 from partita.plans.subjects import Read, model_names, read_table
 from partita.strategy import Strategy, TextFile
 from partita.workload import MODELS, Workload
@@ -179,12 +181,12 @@ def _workload(table: Mapping[str, Any], found: Found) -> Read:
     return got
 
 
-def _cluster(table: Mapping[str, Any], found: Found) -> tuple[str, int | None]:
+def _cluster(table: Mapping[str, Any], found: Found) -> tuple[Where, int | None]:
     given = table.get("cluster", {})
-    found.add(*unknown_keys(given, ("name", "ranks"), "cluster"))
     name, ranks = given.get("name", "here"), given.get("ranks")
+    found.add(*unknown_keys(given, ("name", "ranks", *(KEYS if name == Testbed.name else ())), "cluster"))
     if not isinstance(name, str) or not name:
-        cure = '"here", "8x8-h100" or the path of a cluster file'
+        cure = '"here", "testbed", "8x8-h100" or the path of a cluster file'
         what, law = f"name = {name!r} is not the name of a cluster", "a cluster is named by a string"
         found.add(Fault("P102", what, kind_of(name), law, cure, "cluster.name"))
         name = "here"
@@ -192,7 +194,11 @@ def _cluster(table: Mapping[str, Any], found: Found) -> tuple[str, int | None]:
         faults = size_faults("ranks", ranks, "cluster.ranks")
         found.add(*faults)
         ranks = None if faults else ranks
-    return str((found.folder / name).resolve()) if is_path(name) else name, ranks
+    if name == Testbed.name:
+        bed, faults = Testbed.read(given)
+        found.add(*faults)
+        return bed, ranks
+    return absolute_cluster(name, found.folder), ranks
 
 
 def _mesh(table: Mapping[str, Any], found: Found) -> tuple[tuple[str, int], ...]:

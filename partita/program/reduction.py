@@ -13,6 +13,7 @@ from partita.program.buckets import Entry, cut_apart, cut_buckets
 from partita.program.events import WIDTH, Collective, Compute, Event, Phase, Repeat, Split
 from partita.program.fold import unfold
 from partita.program.program import Program, before_optimizer, insert, stage_and_kind, with_segments
+from partita.program.switched import OPS
 
 Call = Callable[[Sequence[str]], Collective]  # the collective of a bucket, from the names of its parameters
 
@@ -162,7 +163,8 @@ def entries_of(program: Program) -> list[Entry]:
 
 def has_buckets(program: Program) -> bool:
     """Whether a data axis inside reduces gradients in buckets already."""
-    return any(isinstance(e, Collective) and e.overlapped and e.phase == Phase.BACKWARD for e in program.events())
+    calls = (e for e in program.events() if isinstance(e, Collective))
+    return any((e.overlapped and e.phase == Phase.BACKWARD) or e.op in OPS for e in calls)
 
 
 def _spans(program: Program, buckets: Sequence[Sequence[str]]) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from partita.cluster import Where
 from partita.errors import RunFailed, refuse
 from partita.mesh import Mesh
 from partita.plans import Plan
@@ -83,6 +84,7 @@ def prove_plan(plan: Plan, *, ranks: int | None = None, shrink: bool = True, ban
             shrunk=tuple(lines),
             reference=fresh(workload) if shrink and _outsiders(plan.strategies) else alone,
             band=band,
+            cluster=plan.cluster,
         )
 
 
@@ -132,6 +134,7 @@ def prove_subject(  # noqa: PLR0913 - the subject, and how it is proved
     shrunk: tuple[str, ...] = (),
     reference: Alone = alone,
     band: bool = True,
+    cluster: Where = "here",
 ) -> Proof:
     """Prove strategies on a subject as it is.
 
@@ -144,6 +147,7 @@ def prove_subject(  # noqa: PLR0913 - the subject, and how it is proved
         shrunk: Lines to print.
         reference: Runs the single device.
         band: As of `prove_plan`.
+        cluster: On a testbed, the ranks whose calls and bytes are recorded live on its hosts.
 
     Raises:
         Refused: What the strategies refuse.
@@ -170,7 +174,7 @@ def prove_subject(  # noqa: PLR0913 - the subject, and how it is proved
     notes, said = roles[steps[0]][0].notes, sum(len(some[0]) for some in calls.values())
     promise = promise_of(strategies, mesh, training.microbatches)
     try:
-        real = _ended(run(mesh, subject, strategies, program, training))
+        real = _ended(run(mesh, subject, strategies, program, training, cluster=cluster))
         numerics = _numerics(in_double(subject), samples, strategies, mesh, training, reference)
         relaxed = band and promise == Promise.RELAXED
         learned = learning(subject, strategies, mesh, program, training) if relaxed else []

@@ -12,8 +12,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from partita.errors import RunFailed
 from partita.runtime.gradients import Bucket, Gradients
 from partita.runtime.net import Net, Work
+from partita.runtime.switch.blocks import NotFinite
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -44,6 +46,7 @@ class Buckets(Gradients[Flat]):
         dtype: They are summed in; None means their own.
         microbatches: Of a step; above 1, half types are accumulated in float32.
         optional, later: As of `Gradients`.
+        through: An op that adds up in the network, after the backward pass.
     """
 
     def __init__(  # noqa: PLR0913 - what a rank has, and how it is sent
@@ -57,6 +60,7 @@ class Buckets(Gradients[Flat]):
         microbatches: int = 1,
         optional: bool = False,
         later: Collection[int] = (),
+        through: str = "",
     ) -> None:
         def bucket(some: Sequence[str]) -> Flat:
             own = dtype or parameters[some[0]].dtype
@@ -64,10 +68,11 @@ class Buckets(Gradients[Flat]):
 
         super().__init__(net, axis, [bucket(some) for some in names], optional=optional, later=later)
         self.works: list[Work | None] = []
+        self.through, self.held = through, list[Flat]()  # what is to be added up in the network
         self.parameters = dict(parameters)
 
     def clear(self) -> None:
-        self.works = []
+        self.works, self.held = [], []
         for bucket in self.buckets:
             bucket.home.zero_()
 
@@ -79,13 +84,18 @@ class Buckets(Gradients[Flat]):
     def launch(self, bucket: Flat) -> None:
         if bucket.home is not bucket.flat:
             bucket.flat.copy_(bucket.home)
-        if self.axis is not None:
+        if self.axis is not None and self.through:
+            self.held.append(bucket)
+        elif self.axis is not None:
             self.works.append(self.net.all_reduce(bucket.flat, self.axis, label=bucket.names[-1], overlapped=True))
 
     def arrive(self) -> None:
         for work in self.works:
             if work is not None:
                 work.wait()
+        for bucket in self.held:
+            assert self.axis is not None
+            add_up(self.net, bucket.flat, self.axis, self.through, bucket.names, bucket.parameters)
 
     def settle(self) -> None:
         for bucket in self.buckets:
@@ -96,6 +106,21 @@ class Buckets(Gradients[Flat]):
         self.parameters[name].grad = None
 
 
+def add_up(net: Net, flat: Tensor, axis: str, op: str, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Sum a bucket in the network; what is no number is named, for whole numbers cannot carry it to the others."""
+    try:
+        net.add_up(flat, axis, op, label=names[-1])
+    except NotFinite as bad:
+        at = bad.at
+        for name, tensor in zip(names, tensors, strict=True):
+            if at < tensor.numel():
+                raise RunFailed(
+                    f"the gradient of {name!r} on rank {net.rank} is {bad.value} at {at}: no switch can sum it"
+                ) from None
+            at -= tensor.numel()
+        raise
+
+
 def reduce_again(
     net: Net,
     axis: str,
@@ -103,6 +128,7 @@ def reduce_again(
     names: Sequence[Sequence[str]],
     dtype: torch.dtype | None = None,
     room: Callable[[str], int] | None = None,
+    through: str = "",
 ) -> None:
     """Sum gradients over one more axis, bucket by bucket, after the first has finished; in `dtype`, or their own.
 
@@ -112,6 +138,7 @@ def reduce_again(
         names: Per bucket.
         dtype: They are summed in; None means their own.
         room: Elements sent for one: more than it has where another rank owns more rows of it.
+        through: An op that adds up in the network.
     """
     for some in names:
         grads = {n: g for n in some if (g := parameters[n].grad) is not None}
@@ -119,6 +146,9 @@ def reduce_again(
         flat = torch.zeros(sum(sizes), dtype=dtype or next(iter(grads.values())).dtype, device=net.device)
         for grad, piece in zip(grads.values(), flat.split(sizes), strict=True):
             piece[: grad.numel()].copy_(grad.reshape(-1))
-        net.all_reduce(flat, axis, label=some[-1])
+        if through:
+            add_up(net, flat, axis, through, list(grads), list(grads.values()))
+        else:
+            net.all_reduce(flat, axis, label=some[-1])
         for grad, piece in zip(grads.values(), flat.split(sizes), strict=True):
             grad.copy_(piece[: grad.numel()].view(grad.shape))

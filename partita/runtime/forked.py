@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita.errors import Fault, RankLost, Refused, RunFailed
 from partita.mesh import Mesh
-from partita.runtime.net import Net
+from partita.runtime.net import Net, Switch
 from partita.runtime.watch import Board, Watcher
 
 Task = Callable[[Net], Any]
@@ -67,7 +67,8 @@ class Forked:
         folder: Where they may leave large results.
         quiet: Seconds without a sign of life before a rank that keeps the others waiting is given up.
         progress: Told of steps done and the last loss.
-        loopback: Makes a child's sockets listen on the loopback only.
+        settle: Called in each child with its rank: puts it on its network, and nowhere else.
+        switch: The switch they reduce through, if there is one.
     """
 
     def __init__(
@@ -78,10 +79,11 @@ class Forked:
         folder: Path | None,
         quiet: float,
         progress: Progress | None,
-        loopback: Callable[[], None],
+        settle: Callable[[int], None],
+        switch: Switch | None = None,
     ) -> None:
         self.mesh, self.work, self.folder, self.quiet = mesh, work, folder, quiet
-        self.progress, self.loopback = progress, loopback
+        self.progress, self.settle, self.switch = progress, settle, switch
         self.told = 0  # steps the caller knows of
         self.board = Board(mesh.ranks)
         self.results: dict[int, Any] = {}
@@ -223,8 +225,9 @@ class Forked:
         code = 1
         try:
             _bind(parent)
-            self.loopback()
+            self.settle(rank)
             net = _join(self.mesh, rank, private / "store", self.board, self.folder)
+            net.switch = self.switch
             net.notes.listen()
             result = self.work(net)
             pipe.send_bytes(json.dumps({"result": result}).encode())

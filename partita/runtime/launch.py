@@ -42,4 +42,9 @@ def cache_folder() -> Path:
 
 def loopback() -> None:
     """Let gloo listen on the loopback interface only."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    listen_on("lo0" if sys.platform == "darwin" else "lo")
+
+
+def listen_on(interface: str) -> None:
+    """Let gloo listen on this interface only."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface

@@ -70,7 +70,7 @@ class _Run:
     ) -> None:
         self.net, self.training = net, training
         self.meter = Meter(net.device)
-        self.wire = Wire(net.excluded, readable=net.backend == "gloo")
+        self.wire = Wire(net.excluded, readable=net.backend == "gloo", datagrams=lambda: net.datagrams)
         net.notes.doing("building the model", slow=True)
         self.feed = subject.batches if isinstance(subject.batches, Feed) else Feed(subject.batches)
         self.subject = replace(subject, batches=self.feed)
@@ -237,6 +237,7 @@ class _Run:
             "rule": {"kind": self.step.rule.kind, "nominal": self.step.rule.nominal},
             "timeline": [list(mark) for mark in self.timeline],
             "interrupted": self.interrupted,
+            "note": net.switch.note if net.switch else None,
             "files": files,
             "transient": self.site.transient,
             "tied": self.site.tied,

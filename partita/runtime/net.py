@@ -9,17 +9,32 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
+from partita.errors import Fault, Refused
 from partita.mesh import Mesh
+from partita.runtime.switch.blocks import in_blocks
+from partita.runtime.switch.client import Address, Client
+from partita.runtime.switch.op import block_reduce, connect, switch_reduce
 from partita.runtime.watch import WORD, Board, Notes
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A switch that ranks were given: the axis it adds up over, where it is, and what a reader should know of it."""
+
+    axis: str
+    address: Address
+    note: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +105,8 @@ class Net:
         board = board or Board(mesh.ranks)
         self.notes, self.control, self._board = Notes(board.slots[rank]), board.control, board
         self._quiet = 0
+        self.switch: Switch | None = None
+        self._ends: dict[str, Client] = {}  # axis -> this rank's end of a switch
         self._groups = {axis: self._join(axis) for axis, size in mesh.axes if size > 1}
 
     def _join(self, axis: str) -> dist.ProcessGroup:
@@ -225,6 +242,37 @@ class Net:
             tensor.copy_(whole)
         return None
 
+    # ---- sums in the network
+    def connect(self, axis: str, op: str) -> None:
+        """Have `add_up` on the axis go through the switch this rank was given, or as whole numbers through gloo.
+
+        Raises:
+            Refused: P115, if there is no switch, or tensors are on a GPU.
+        """
+        group, size = self.group(axis), self.size(axis)
+        if self.device.type == "cuda" or (op == "switch_reduce" and (self.switch is None or self.switch.axis != axis)):
+            law = "a switch stands beside the gloo ranks that partita itself forks"
+            cure = 'partita train by itself; reduce = "gloo"; or the strategy ddp'
+            raise Refused(Fault("P115", f"no switch adds up over {axis!r} here", "", law, cure, "strategy.in_network.reduce"))
+        if op == "block_reduce":
+            connect(str(group.group_name), partial(into, partial(blockwise, group, size)))
+            return
+        assert self.switch is not None
+        job = next(n for n, ranks in enumerate(self.mesh.groups(axis)) if self.rank in ranks)
+        self._ends[axis] = Client(self.switch.address, job, self.coordinate[axis], size)
+        connect(str(group.group_name), partial(into, self._ends[axis].all_reduce))
+
+    def add_up(self, tensor: Tensor, axis: str, op: str, *, label: str = "") -> None:
+        """Sum a flat tensor over an axis of several ranks, in place, as `connect` has it."""
+        with self._call(op, axis, tensor.nbytes, tensor.dtype, label):
+            call = switch_reduce if op == "switch_reduce" else block_reduce
+            call(tensor, str(self.group(axis).group_name))
+
+    @property
+    def datagrams(self) -> int:
+        """Bytes of packets this rank has sent to switches."""
+        return sum(end.sent for end in self._ends.values())
+
     # ---- one peer
     def send(self, tensor: Tensor, axis: str, peer: int, *, label: str = "") -> Work:
         """Send to the rank at coordinate `peer` of the axis; messages of a channel arrive in order."""
@@ -316,6 +364,23 @@ class Net:
     def share(self, value: Any) -> Any:
         """Rank 0's JSON value, on every rank."""
         return self.gather(value if self.rank == 0 else None)[0]
+
+
+def into(summed: Callable[[NDArray], NDArray], tensor: Tensor) -> None:
+    """Replace a flat tensor's values by their sums; half types are summed in float32."""
+    wide = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+    tensor.copy_(torch.from_numpy(summed(wide.detach().numpy())))
+
+
+def blockwise(group: dist.ProcessGroup, size: int, values: NDArray) -> NDArray:
+    """Sums of floats as a switch makes them, by gloo's all_reduce of whole numbers."""
+
+    def reduced(op: str, lanes: NDArray) -> NDArray:
+        whole = torch.from_numpy(lanes)
+        dist.all_reduce(whole, OPS[op], group)
+        return whole.numpy()
+
+    return in_blocks(values, size, partial(reduced, "max"), partial(reduced, "sum"))
 
 
 def _read(slot: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from partita.cluster import Where
 from partita.cost.collective import backend_bytes
 from partita.cost.figures import Figures, Traffic, total
 from partita.mesh import Mesh
@@ -115,12 +116,22 @@ class Outcome:
         )
 
     @property
+    def note(self) -> str | None:
+        """What a reader should know of how it ran."""
+        return self.results[0].get("note")
+
+    @property
     def median(self) -> float:
         """Median seconds of the timed steps."""
         return statistics.median(self.timed) if self.timed else float("nan")
 
 
-def run(  # noqa: PLR0913 - the last three are keywords of a proof and of the door
+def switch_of(strategies: "Sequence[Strategy]") -> tuple[str, str] | None:
+    """The axis ranks reduce over through a switch, and the data plane asked for."""
+    return next((s.switch for s in strategies if s.switch), None)
+
+
+def run(  # noqa: PLR0913 - the last four are keywords of a proof and of the door
     mesh: Mesh,
     subject: Subject,
     strategies: "Sequence[Strategy]",
@@ -130,6 +141,7 @@ def run(  # noqa: PLR0913 - the last three are keywords of a proof and of the do
     wide: bool = False,
     alone: bool = False,
     progress: Progress | None = None,
+    cluster: Where = "here",
 ) -> Outcome:
     """Train on the ranks of a mesh.
 
@@ -142,6 +154,7 @@ def run(  # noqa: PLR0913 - the last three are keywords of a proof and of the do
         wide: Compute the model's float32 islands in float64, for a proof.
         alone: One rank, whatever torchrun made.
         progress: Told of every step: steps done, loss.
+        cluster: The plan's: on a testbed, forked ranks live on its hosts.
     """
 
     def work(net: Net) -> dict[str, Any]:
@@ -152,6 +165,8 @@ def run(  # noqa: PLR0913 - the last three are keywords of a proof and of the do
 
     with tempfile.TemporaryDirectory(prefix="partita-") as exchange:
         folder = Path(exchange)
-        results = run_ranks(mesh, work, folder=folder, progress=progress, alone=alone)
+        results = run_ranks(
+            mesh, work, folder=folder, progress=progress, alone=alone, cluster=cluster, switch=switch_of(strategies)
+        )
         tensors = {kind: load_file(folder / name) for kind, name in results[0]["files"].items()}
     return Outcome(mesh, tuple(results), tensors)

@@ -20,17 +20,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from partita.cluster import Where
 from partita.errors import Fault, Refused
 from partita.mesh import Mesh
 from partita.runtime.forked import Forked, Progress, Task
 from partita.runtime.launch import Launched, loopback, ranks_from_environment
-from partita.runtime.net import Net
+from partita.runtime.net import Net, Switch
+from partita.runtime.switch import opened
+from partita.runtime.testbed import Network, settled
 
 TWICE = 3.0  # seconds: a terminal's Ctrl-C reaches a rank from the terminal and once more from torchrun
 TORCHRUN_TIMEOUT = datetime.timedelta(minutes=10)  # torchrun ends the others when a rank dies; this is for ranks that hang
 
 
-def run_ranks(
+def run_ranks(  # noqa: PLR0913 - the mesh, the work, and keywords
     mesh: Mesh,
     work: Task,
     *,
@@ -38,6 +41,8 @@ def run_ranks(
     quiet: float = 5.0,
     progress: Progress | None = None,
     alone: bool = False,
+    cluster: Where = "here",
+    switch: tuple[str, str] | None = None,
 ) -> list[Any]:
     """Run `work(net)` on every rank of the mesh and return what each returned, in rank order.
 
@@ -48,6 +53,8 @@ def run_ranks(
         quiet: Seconds without a sign of life before a rank that keeps the others waiting is given up.
         progress: Told of steps as they are done: their number and the last loss.
         alone: One rank's work; under torchrun every process does it by itself.
+        cluster: Forked ranks are on this machine whatever it says, but on the hosts of a testbed.
+        switch: The axis forked ranks reduce over through a switch, and the data plane asked for; None sets up none.
 
     Raises:
         Refused: If a rank refused the input.
@@ -57,13 +64,29 @@ def run_ranks(
     """
     launched = ranks_from_environment()
     if launched is None:
-        return Forked(mesh, work, folder=folder, quiet=quiet, progress=progress, loopback=loopback).run()
+        with settled(cluster) as network, switched(switch, mesh, network) as given:
+
+            def settle(rank: int) -> None:
+                network.enter(rank, mesh.ranks) if network else loopback()
+
+            return Forked(mesh, work, folder=folder, quiet=quiet, progress=progress, settle=settle, switch=given).run()
     if alone:
         return [work(Net(mesh, 0, folder=folder))]
     net = joined(mesh, launched, folder)
     with _signals(net):
         net.progress = progress if net.rank == 0 else None
         return net.gather(work(net))
+
+
+@contextmanager
+def switched(asked: tuple[str, str] | None, mesh: Mesh, network: Network | None) -> Iterator[Switch | None]:
+    """The switch that ranks are given, up; each group of the axis has slots of its own."""
+    if asked is None or mesh.size(asked[0]) == 1:
+        yield None
+        return
+    axis, plane = asked
+    with opened(plane, network, mesh.size(axis), len(list(mesh.groups(axis)))) as made:
+        yield Switch(axis, made.address, made.note)
 
 
 def joined(mesh: Mesh, launched: Launched, folder: Path | None = None) -> Net:

@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_leaves
 from partita.program.events import Phase
 from partita.runtime.tape import DTYPES, Where
 
-NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "partita")
 KINDS = (  # fragment of an op's name -> what it is; the first that fits
+    ("switch_reduce", "switch_reduce"),
+    ("block_reduce", "block_reduce"),
     ("reduce_scatter", "reduce_scatter"),
     ("allreduce", "all_reduce"),
     ("all_reduce", "all_reduce"),

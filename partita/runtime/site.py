@@ -57,12 +57,14 @@ class Reduction:
         dtype: They are summed in; None means their own.
         scattered: "" leaves the sums on every rank; "last" leaves a rank its rows of them, sent with the last microbatch;
             "every" sends with every microbatch.
+        through: "" for gloo's or NCCL's all_reduce; an op that adds up in the network.
     """
 
     axis: str
     buckets: list[list[str]]
     dtype: torch.dtype | None
     scattered: str = ""
+    through: str = ""
 
 
 def data_axes_of(strategies: Sequence[Strategy], mesh: Mesh) -> list[str]:
@@ -178,16 +180,21 @@ class Site:
         if self.net.size(axis) > 1:
             self.data_axes.append(axis)
 
-    def average_gradients(self, axis: str, buckets: Sequence[Sequence[str]], dtype: str | None = None) -> None:
+    def average_gradients(
+        self, axis: str, buckets: Sequence[Sequence[str]], dtype: str | None = None, *, through: str = ""
+    ) -> None:
         """Sum gradients over the axis, in buckets of named parameters, in launch order.
 
         Args:
             axis: A data axis.
             buckets: Names of parameters.
             dtype: What they are summed in; None means their own.
+            through: "switch_reduce" or "block_reduce": sums in the network, after the backward pass.
         """
         if self.net.size(axis) > 1:
-            self.reductions.append(_reduction(axis, buckets, dtype))
+            if through:
+                self.net.connect(axis, through)
+            self.reductions.append(replace(_reduction(axis, buckets, dtype), through=through))
 
     def scatter_gradients(self, axis: str, buckets: Sequence[Sequence[str]], dtype: str | None = None, *, every: bool) -> None:
         """Sum gradients over the axis and step on this rank's rows of them; parameters are gathered after the step.

@@ -91,7 +91,7 @@ class Step:
                 how = {"every": every, "stages": self.site.stages, **settings}
                 made.append(Scattered(net, first.axis, self.parameters, self.pieces, first.buckets, **how))
             else:
-                made.append(Buckets(net, first.axis, self.parameters, first.buckets, **settings))
+                made.append(Buckets(net, first.axis, self.parameters, first.buckets, through=first.through, **settings))
         settings["dtype"] = None
         rest = {n for n, p in self.parameters.items() if p.dtype in HALF} - {
             n for first in reductions[:1] for b in first.buckets for n in b
@@ -181,7 +181,7 @@ class Step:
         if idle:
             self._fill(name for _, name in late)
         for again in site.reductions[1:]:
-            reduce_again(site.net, again.axis, self.local, again.buckets, again.dtype, site.room)
+            reduce_again(site.net, again.axis, self.local, again.buckets, again.dtype, site.room, again.through)
         for axis, name in late:
             assert self.local[name].grad is not None, f"{name} has no gradient to sum over {axis}"
             reduce_again(site.net, axis, self.local, [[name]], room=site.room)

@@ -13,7 +13,7 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 TCP_INFO, SIZE = 11, 216  # option of getsockopt at IPPROTO_TCP; bytes up to and with tcpi_bytes_retrans
@@ -84,9 +84,13 @@ class Wire:
     Args:
         excluded: Ports that are no traffic of ours (the store's).
         readable: False where sockets tell nothing (NCCL).
+        datagrams: Bytes sent so far over sockets that do not count by themselves.
     """
 
-    def __init__(self, excluded: frozenset[int] = frozenset(), *, readable: bool = True) -> None:
+    def __init__(
+        self, excluded: frozenset[int] = frozenset(), *, readable: bool = True, datagrams: Callable[[], int] = lambda: 0
+    ) -> None:
+        self.datagrams = datagrams
         self.excluded, self.readable = excluded, readable and sys.platform == "linux"
         self.reason = (
             ""
@@ -101,11 +105,15 @@ class Wire:
 
     def start(self) -> None:
         """Count from here."""
-        self._since = sent(self.excluded, self._foreign) if self.readable else None
+        self._since = self._sent() if self.readable else None
 
     def stop(self) -> None:
         """Count up to here."""
-        now = sent(self.excluded, self._foreign) if self._since is not None else None
+        now = self._sent() if self._since is not None else None
         if now is not None and self._since is not None:
             self.total += now - self._since
         self._since = None
+
+    def _sent(self) -> int | None:
+        over = sent(self.excluded, self._foreign)
+        return None if over is None else over + self.datagrams()

@@ -56,9 +56,8 @@ def band_of(cluster: Cluster, crowd: float, mesh: Mesh) -> tuple[float, float, t
     low, high = cluster.value("band.low"), cluster.value("band.high")
     if crowd == 1:
         return low, high, ()
-    note = (
-        f"{mesh.ranks} ranks share {cluster.devices} cores: time is the scheduler's, so the band is {crowd:.3g} times as wide"
-    )
+    shared = f"{mesh.ranks} ranks share {mesh.ranks / crowd:.3g} cores"
+    note = f"{shared}: time is the scheduler's, so the band is {crowd:.3g} times as wide"
     return low / crowd, high * crowd, (note,)
 
 

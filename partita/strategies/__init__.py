@@ -14,6 +14,7 @@ from partita.strategy import Strategy
 if TYPE_CHECKING:
     from partita.strategies.data.ddp import DDP
     from partita.strategies.data.fsdp import FSDP
+    from partita.strategies.data.in_network import InNetwork
     from partita.strategies.data.zero1 import Zero1
     from partita.strategies.data.zero2 import Zero2
     from partita.strategies.memory.offload import Offload
@@ -63,6 +64,7 @@ HOUSE = {  # name in a plan -> where the class lives
     "slim_dp": "partita.strategies.relaxed.slim_dp:SlimDP",
     "grid": "partita.strategies.tensor.grid:Grid",
     "summa": "partita.strategies.tensor.summa:Summa",
+    "in_network": "partita.strategies.data.in_network:InNetwork",
     "tensor_parallel": "partita.strategies.tensor.tensor_parallel:TensorParallel",
     "tesseract": "partita.strategies.tensor.tesseract:Tesseract",
 }
@@ -78,6 +80,7 @@ __all__ = [
     "GPipe",
     "Garden",
     "Grid",
+    "InNetwork",
     "Interleaved",
     "LocalSGD",
     "LoopedBFS",

@@ -76,6 +76,11 @@ class Strategy(ABC):
         """Those of its axes over which the batch is cut, in the order it is cut."""
         return self.axes if self.place == Place.DATA else ()
 
+    @property
+    def switch(self) -> tuple[str, str] | None:
+        """The axis it reduces over through a switch, and the data plane it asks for; None unless it says otherwise."""
+        return None
+
     def settings(self) -> dict[str, Any]:
         """Its fields as plain data, as a plan file writes them."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
