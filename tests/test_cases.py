@@ -431,7 +431,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 
 
 # ---------------------------------------------------------------- what is not there yet
-@pytest.mark.parametrize(("name", "axis"), [("slim_dp", "dp"), ("summa", "tp")])
+@pytest.mark.parametrize(("name", "axis"), [("one_bit", "dp"), ("cube", "tp")])
 def test_a_strategy_that_is_not_there_is_refused_by_name(name, axis, tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text(f'partita = 1\n[workload]\nmodel = "mlp"\n[mesh]\n{axis} = 2\n[[strategy]]\nname = "{name}"\n')

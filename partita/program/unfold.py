@@ -123,9 +123,9 @@ class _Unfolding:
 
 
 def _joined(segments: list[Repeat]) -> tuple[Repeat, ...]:
-    """Neighbouring flat segments as one; the optimizer apart, and what happens in some steps only."""
-    events = [(e, s.when) for s in segments for e in s.events]
-    step = [(e, when) for e, when in events if e.phase != Phase.OPTIMIZER]
-    last = [(e, when) for e, when in events if e.phase == Phase.OPTIMIZER]
-    runs = ((when, tuple(e for e, _ in run)) for part in (step, last) for when, run in itertools.groupby(part, lambda x: x[1]))
-    return tuple(Repeat(1, run, when=when) for when, run in runs)
+    """Neighbouring flat segments as one; apart: the optimizer, what some steps only have, what waits for all before it."""
+    events = [(e, (s.when, all(e.phase == Phase.SYNC for e in s.events))) for s in segments for e in s.events]
+    step = [(e, kind) for e, kind in events if e.phase != Phase.OPTIMIZER]
+    last = [(e, kind) for e, kind in events if e.phase == Phase.OPTIMIZER]
+    runs = ((kind, tuple(e for e, _ in run)) for part in (step, last) for kind, run in itertools.groupby(part, lambda x: x[1]))
+    return tuple(Repeat(1, run, when=when) for (when, _), run in runs)

@@ -29,7 +29,10 @@ from partita.simulate import costs_of, run_clock
 from partita.strategy import Pipelined, Place, Strategy
 from partita.workload import Workload
 
-WORTH = 1.1  # times the fastest so far: of slower plans no memory is asked
+ALL = 24  # plans that are looked at in full, whatever they are
+WORTH = 1.1  # times the fastest so far: of slower plans no memory is asked after that
+
+HELPED = 4  # plans that fit with less memory, the fastest without it first: what is behind them is not tried
 
 
 def search(
@@ -68,9 +71,10 @@ def search(
     split = [cls for cls in strategies if cls not in savers]
     fastest = float("inf")
     for mesh, chosen in candidates(ranks, split):
+        limit = fastest if judge.looked >= ALL else float("inf")
         floor = judge.floors.of(mesh, chosen)
-        slow = f"at least {100 * (floor / fastest - 1):.3g} % slower than the best" if floor > fastest else ""
-        judged = slow or judge.judge(mesh, chosen, WORTH * fastest)
+        slow = f"at least {100 * (floor / limit - 1):.3g} % slower than the best" if floor > limit else ""
+        judged = slow or judge.judge(mesh, chosen, WORTH * limit)
         if isinstance(judged, str):
             rejected.append(Rejected(family_of(mesh, chosen), judged))
             continue
@@ -100,11 +104,13 @@ def _lightened(judge: Judge, found: list[Candidate], large: Sequence[Candidate],
     if minimise == "memory":
         found += [best for plain in list(found) if (best := min(judge.lighter(plain), key=lambda s: s[1].peak, default=None))]
     fastest = min((figures.step_seconds for _, figures, _ in found), default=float("inf"))
-    rejected = []
+    rejected, helped = [], 0
     for plain in sorted(large, key=lambda c: c[1].step_seconds):
-        tried = judge.lighter(plain) if minimise == "memory" or plain[1].step_seconds < fastest else []
+        worth = minimise == "memory" or (plain[1].step_seconds < fastest and helped < HELPED)
+        tried = judge.lighter(plain) if worth else []
         best = min((s for s in tried if s[1].peak <= judge.room), key=lambda s: aimed(s[1], minimise), default=None)
         if best:
+            helped += 1
             found.append(best)
             fastest = min(fastest, best[1].step_seconds)
         rejected.append(Rejected(plain[2], over(plain[1], judge.room, tried, best)))

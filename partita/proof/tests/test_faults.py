@@ -79,9 +79,9 @@ def doing(of_data, of_tensor):
                     verb = getattr(site, name)
                     return super().apply(Through(site, **{name: lambda *a, **k: of_data(verb, *a, **k)}))
                 super().apply(site)
-                axis = site._replays[-1].axis
-                reduce = axis.net.all_reduce
-                axis.net = Through(axis.net, all_reduce=lambda *a, **k: of_tensor(reduce, *a, **k))
+                talk = site._replays[-1].talk
+                reduce = talk.net.all_reduce
+                talk.net = Through(talk.net, all_reduce=lambda *a, **k: of_tensor(reduce, *a, **k))
                 return None
 
         return Faulty

@@ -13,7 +13,7 @@ from partita.errors import Refused
 from partita.mesh import Mesh
 from partita.plans import Plan
 from partita.program import Collective, Phase
-from partita.program.buckets import LIMIT
+from partita.program.buckets import FLOOR, LIMIT, block_of
 from partita.program.data import say_loss
 from partita.program.fold import unfold
 from partita.proof.prove import prove_plan
@@ -78,9 +78,13 @@ def test_buckets_are_in_reverse_registration_order_and_no_larger_than_they_must(
     assert order == [p.name for p in reversed(program.parameters()) if p.id in program.gradients]
     each = {said.tensors[g].name: said.local_bytes(g) for c in sums for g in c.tensors}
     for c in sums:
-        held = [each[said.tensors[g].name] for g in c.tensors]
-        assert sum(held) == c.nbytes
-        assert sum(held[:-1]) < bucket  # it closes as soon as it holds its limit
+        names = [said.tensors[g].name for g in c.tensors]
+        held = list(itertools.accumulate(each[name] for name in names))
+        assert held[-1] == c.nbytes
+        full = next((n for n, size in enumerate(held) if size >= bucket), len(held) - 1)
+        left = names[full + 1 :]  # it closes as soon as it holds its limit; what is left of a block goes with it
+        assert held[-1] - held[full] < min(FLOOR, bucket)
+        assert {block_of(name) for name in left} <= {block_of(names[full])}
 
 
 @pytest.mark.law
