@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from partita.program import Kind, Program
+from partita.runtime.installing import hear_whole
 from partita.runtime.net import Net
 from partita.runtime.pipeline import Pipe
 from partita.runtime.random import Stream
-from partita.runtime.replay import Replay, Talk, hear_whole
+from partita.runtime.replay import Replay, Talk
 from partita.runtime.stages import Staged, keep_stage, plain_script
 from partita.runtime.steps import Script
 from partita.runtime.subject import Subject

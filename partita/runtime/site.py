@@ -30,6 +30,7 @@ from partita.runtime.batch_norm import GlobalStatistics, norms
 from partita.runtime.cuts import Cut, slice_of, spans_of
 from partita.runtime.cutting import own_stages
 from partita.runtime.fully import Fully
+from partita.runtime.installing import install
 from partita.runtime.net import Net
 from partita.runtime.offload import Offloaded
 from partita.runtime.pipeline import Pipe
@@ -39,7 +40,7 @@ from partita.runtime.relaxed.averaging import Averaging, Late, Meeting, Outer
 from partita.runtime.relaxed.compressed import Largest, Rounded, Thin
 from partita.runtime.relaxed.exchange import Exchange
 from partita.runtime.relaxed.server import Server
-from partita.runtime.replay import Replay, install
+from partita.runtime.replay import Replay
 from partita.runtime.rows import piece_of
 from partita.runtime.scatter import Gathering
 from partita.runtime.stored import Stored

@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from partita.errors import RunFailed
 from partita.program.stages import under
 from partita.runtime.calls import SIZES, Call, mark, put, writes
+from partita.runtime.installing import twin_of
 from partita.runtime.random import Stream
-from partita.runtime.replay import Replay, Talk, twin_of
+from partita.runtime.replay import Replay, Talk
 from partita.runtime.steps import Script, Step
 from partita.runtime.through import Place
 

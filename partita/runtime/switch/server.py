@@ -5,7 +5,7 @@ import threading
 from collections import Counter
 
 from partita.runtime.switch.packets import Line, from_bytes, to_bytes
-from partita.runtime.switch.protocol import ACK, DATA, MAX, POOL, SMALL, SUM, Form, Slots
+from partita.runtime.switch.protocol import ACK, DATA, MAX, POOL, SMALL, SUM, Form, Packet, Slots
 
 KINDS = {SMALL: (DATA, ACK), POOL: (SUM, MAX)}
 ROOM = 4 << 20  # bytes the socket may hold: all workers' windows
@@ -69,6 +69,6 @@ class Server:
         for place in at.values() if answer.asker is None else [at[answer.asker]]:
             self.socket.sendto(out, place)
 
-    def _ours(self, line: Line, form: Form, packet) -> bool:  # noqa: ANN001
+    def _ours(self, line: Line, form: Form, packet: Packet) -> bool:
         known = line.cookie == self.cookie and line.job < self.jobs
         return known and packet.worker < self.workers and packet.kind in KINDS[form]

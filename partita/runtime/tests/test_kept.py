@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from partita import workload
 from partita.runtime.capture import capture
+from partita.runtime.installing import install
 from partita.runtime.models import build, hints_of
 from partita.runtime.random import Stream, rows
-from partita.runtime.replay import install
 from partita.runtime.subject import Subject
 from partita.strategies.tensor.tensor_parallel import TensorParallel
 

@@ -16,11 +16,11 @@ from partita.errors import Refused, RunFailed
 from partita.mesh import Mesh
 from partita.program.split import rewrite
 from partita.runtime.capture import capture
+from partita.runtime.installing import install
 from partita.runtime.models import build, hints_of
 from partita.runtime.random import Stream, draws, rows
 from partita.runtime.ranks import run_ranks
 from partita.runtime.record import Recorder
-from partita.runtime.replay import install
 from partita.runtime.subject import Subject
 from partita.runtime.wide import Wide
 from partita.strategies.tensor.tensor_parallel import TensorParallel

@@ -18,6 +18,7 @@ from partita.runtime.testbed.counters import carried
 from partita.runtime.testbed.hosts import INTERFACE, missing
 from partita.runtime.watch import state
 
+OWN = Path("/proc/self/ns/net")
 rooted = pytest.mark.skipif(missing() is not None, reason=f"no testbed here: {missing()}")
 
 
@@ -26,7 +27,7 @@ def namespaces():
     found = set()
     for entry in Path("/proc").glob("[0-9]*/ns/net"):
         try:
-            found.add(os.readlink(entry))  # noqa: PTH115 - no path, but a name of the kernel
+            found.add(str(entry.readlink()))
         except OSError:
             continue
     return found
@@ -55,7 +56,7 @@ def sends(net):
     before, start = settled_count(carried(INTERFACE)) and carried(INTERFACE), time.perf_counter()
     net.all_reduce(x, "dp")
     seconds = time.perf_counter() - start
-    return [settled_count(before).payload, seconds, os.readlink("/proc/self/ns/net")]  # noqa: PTH115
+    return [settled_count(before).payload, seconds, str(OWN.readlink())]
 
 
 @rooted
@@ -70,9 +71,9 @@ def test_links_keep_their_rate_and_counters_confirm_the_ledger():
 @rooted
 @pytest.mark.gloo
 def test_ranks_are_spread_over_hosts_in_order():
-    told = run_ranks(Mesh.of({"dp": 4}), lambda net: os.readlink("/proc/self/ns/net"), cluster=Testbed.of(hosts=2))  # noqa: PTH115
+    told = run_ranks(Mesh.of({"dp": 4}), lambda net: str(OWN.readlink()), cluster=Testbed.of(hosts=2))
     assert told[0] == told[1] != told[2] == told[3]
-    assert os.readlink("/proc/self/ns/net") not in told  # noqa: PTH115
+    assert str(OWN.readlink()) not in told
     assert [Testbed(hosts=2).host(rank, 3) for rank in range(3)] == [0, 0, 1]
     assert [Testbed(hosts=4).host(rank, 2) for rank in range(2)] == [0, 1]
 
@@ -109,7 +110,7 @@ def command(bed, told):
 
     def work(net):
         if net.rank == 0:
-            told.send([os.getpid(), os.readlink("/proc/self/ns/net")])  # noqa: PTH115
+            told.send([os.getpid(), str(OWN.readlink())])
         time.sleep(60)
 
     run_ranks(Mesh.of({"dp": 2}), work, cluster=bed)
